@@ -7,12 +7,14 @@ from typing import Any
 
 from benchmarks.record import RESULTS, read
 from benchmarks.rst import block, failure, origin, simple_table
-from nemo_lowprec.report.profile.step_profile import PARTS
-from nemo_lowprec.report.profile.table import OF_PARTS
 
 __all__ = ["advice", "monitor", "profiles"]
 
-_BF16 = "BF16"
+_RUNS = "bf16", "low"
+_PARTS = {
+    "gemm": "GEMM", "quantization": "quant.", "attention": "attn.", "elementwise": "elem.", "optimizer": "opt.",
+    "communication": "comm.", "waits": "gaps",
+}  # fmt: skip
 
 
 def monitor(path: Path = RESULTS / "monitor_h200.jsonl") -> str:
@@ -24,56 +26,65 @@ def monitor(path: Path = RESULTS / "monitor_h200.jsonl") -> str:
         if f["benchmark"] == "monitor":
             found.setdefault((f["model"], f["level"]), {})[f["every"]] = f
     intervals = sorted({every for of in found.values() for every in of}, reverse=True)
-    most = [max(of[every]["overhead_percent"] for of in found.values()) for every in intervals]
+    most = [max(of[every]["gpu_percent"] for of in found.values()) for every in intervals]
     costs = " and ".join(f"{cost:.1f} % at every {every}" for cost, every in zip(most, intervals, strict=True))
-    takeaway = f"The monitor adds up to {costs} steps to the time of a training."
+    takeaway = (
+        f"The kernels of the monitor take up to {costs} steps of the time of a training. Beside the GPU's part stands "
+        "the difference of wall times, with the noise of the host, and beside the peak of memory in GiB the peak of a "
+        "training that is watched."
+    )
     rows = [
         (
             model,
             level,
-            f"{of[intervals[0]]['ms']:.1f}",
-            *(f"{of[every]['overhead_percent']:.2f}" for every in intervals),
+            *(cell for e in intervals for cell in (f"{of[e]['gpu_percent']:.2f}", f"{of[e]['overhead_percent']:.1f}")),
             *(f"{memory[model, level][name] / 1024:.1f}" for name in ("plain", "watched")),
         )
         for (model, level), of in found.items()
     ]
-    header = ("Model", "Level", "ms", *(f"% at {every}" for every in intervals), "GiB", "watched")
+    header = ("Model", "Level", *(cell for every in intervals for cell in (f"% {every}", "wall")), "GiB", "with")
     return block(takeaway, simple_table(header, rows), origin(origins, "transformers", "timm"))
 
 
 def profiles(path: Path = RESULTS / "profile_h200.jsonl") -> str:
     """ms of a step by part, in BF16 and at each level."""
     origins, figures = read(path)
-    shown = [part for part in PARTS if any(f[of]["parts"][part] for f in figures for of in ("bf16", "low"))]
+    shown = {part: name for part, name in _PARTS.items() if any(f[of]["parts"][part] for f in figures for of in _RUNS)}
     rows, cases = [], set()
     for f in figures:
         case = f"{f['preset']}, {f['batch']} × {f['sequence']}"
-        runs = {} if case in cases else {_BF16: f["bf16"]}
+        runs = {} if case in cases else {case: f["bf16"]}
         cases.add(case)
         for name, of in {**runs, f["level"]: f["low"]}.items():
-            gain = "" if name == _BF16 else f"{f['bf16']['ms'] / f['low']['ms']:.2f}"
-            rows.append((case, name, f"{of['ms']:.1f}", gain, *(f"{of['parts'][part]:.1f}" for part in shown)))
+            gain = "" if name == case else f"{f['bf16']['ms'] / of['ms']:.2f}"
+            rows.append((name, f"{of['ms']:.1f}", gain, *(f"{of['parts'][part]:.1f}" for part in shown)))
     gains = [f["bf16"]["ms"] / f["low"]["ms"] for f in figures]
-    takeaway = f"A step is {min(gains):.2f} × to {max(gains):.2f} × as fast as in BF16, and the parts say why."
-    header = ("Model", "Run", "ms", "× BF16", *(OF_PARTS[part] for part in shown))
-    return block(takeaway, simple_table(header, rows), origin(origins, "transformers"))
+    takeaway = (
+        f"A step is {min(gains):.2f} × to {max(gains):.2f} × as fast as in BF16, and the parts say why. Of each model "
+        "the first row is BF16."
+    )
+    return block(takeaway, simple_table(("Run", "ms", "×", *shown.values()), rows), origin(origins, "transformers"))
 
 
 def advice(path: Path = RESULTS / "advise_h200.jsonl") -> str:
     """Bytes and time that ``advise`` expects, beside those of real steps."""
     origins, figures = read(path)
     levels = [f for f in figures if f["benchmark"] == "advise_level"]
-    rows = []
+    rows: list[tuple[str, ...]] = []
+    case = ""
     for f in levels:
+        if f["case"] != case:
+            case = f["case"]
+            rows.append((f"{case}, {f['batch']} × {f['sequence']}:", *[""] * 6))
         real = _ratios(f, "peak_gib", "bytes_of_real", 1), _ratios(f, "ms", "time_of_real", 0)
         expected = f"{f['expected_gib']:.1f}", "–" if f["expected_ms"] is None else f"{f['expected_ms']:.0f}"
-        rows.append((f["case"], f["level"], expected[0], *real[0], expected[1], *real[1]))
+        rows.append((f["level"], expected[0], *real[0], expected[1], *real[1]))
     by = {key: [abs(100 * (f[key] - 1)) for f in levels if key in f] for key in ("bytes_of_real", "time_of_real")}
     takeaway = (
         f"``advise`` was at most {max(by['bytes_of_real']):.1f} % off in bytes and {max(by['time_of_real']):.0f} % off "
-        "in time."
+        "in time. Beside what it expects stand a real step and the ratio of both."
     )
-    header = ("Case", "Level", "GiB expected", "real", "ratio", "ms expected", "real", "ratio")
+    header = ("Level", "GiB", "real", "ratio", "ms", "real", "ratio")
     return block(takeaway, simple_table(header, rows), origin(origins, "transformers"))
 
 

@@ -5,9 +5,10 @@ import json
 import pytest
 
 from benchmarks import watch_tables
+from nemo_lowprec.report.profile.step_profile import PARTS as NAMES
 
 ORIGIN = {"command": "python -m benchmarks.x", "date": "2026-01-02", "gpu": "A", "gpus": 1, "versions": {"torch": "2"}}
-PARTS = dict.fromkeys(("gemm", "quantization", "attention", "elementwise", "optimizer", "communication", "waits"), 0.0)
+PARTS = dict.fromkeys(NAMES, 0.0)
 
 
 @pytest.fixture
@@ -28,12 +29,16 @@ def test_the_cost_of_the_monitor_is_the_largest_at_each_interval(table):
     memory = {"benchmark": "monitor_memory", "peak_mib": {"plain": 1024.0, "watched": 1536.0}}
     costs = {("A", 50): 0.5, ("A", 10): 2.0, ("B", 50): 0.25, ("B", 10): 2.5}
     figures = [
-        {"benchmark": "monitor", "model": model, "level": "x", "every": every, "ms": 3.0, "overhead_percent": cost}
+        {"benchmark": "monitor", "model": model, "level": "x", "every": every, "ms": 3.0, "gpu_percent": cost,
+         "overhead_percent": -1.0}
         for (model, every), cost in costs.items()
-    ]
+    ]  # fmt: skip
     sentence, rows = table(watch_tables.monitor, *({**memory, "model": m, "level": "x"} for m in "AB"), *figures)
-    assert sentence == "The monitor adds up to 0.5 % at every 50 and 2.5 % at every 10 steps to the time of a training."
-    assert rows == [["A", "x", "3.0", "0.50", "2.00", "1.0", "1.5"], ["B", "x", "3.0", "0.25", "2.50", "1.0", "1.5"]]
+    assert sentence.startswith("The kernels of the monitor take up to 0.5 % at every 50 and 2.5 % at every 10 steps ")
+    assert rows == [
+        ["A", "x", "0.50", "-1.0", "2.00", "-1.0", "1.0", "1.5"],
+        ["B", "x", "0.25", "-1.0", "2.50", "-1.0", "1.0", "1.5"],
+    ]
 
 
 def test_profiles_have_one_row_of_bf16_a_case_and_no_column_of_a_part_that_takes_no_time(table):
@@ -41,21 +46,32 @@ def test_profiles_have_one_row_of_bf16_a_case_and_no_column_of_a_part_that_takes
     case = {"benchmark": "profile", "preset": "llama", "batch": 1, "sequence": 8, "bf16": bf16}
     sentence, rows = table(watch_tables.profiles, *({**case, "level": x, "low": low} for x in ("one", "two")))
     assert sentence.startswith("A step is 1.50 × to 1.50 × as fast as in BF16")
-    name = ["llama,", "1", "×", "8"]
     assert rows == [
-        [*name, "BF16", "6.0", "5.0", "1.0"],
-        [*name, "one", "4.0", "1.50", "3.0", "1.0"],
-        [*name, "two", "4.0", "1.50", "3.0", "1.0"],
+        ["llama,", "1", "×", "8", "6.0", "5.0", "1.0"],
+        ["one", "4.0", "1.50", "3.0", "1.0"],
+        ["two", "4.0", "1.50", "3.0", "1.0"],
     ]
 
 
+def test_every_part_of_a_profile_has_a_heading():
+    assert set(watch_tables._PARTS) == set(PARTS)
+
+
 def test_advice_is_off_by_the_largest_difference_of_either_sign(table):
-    told = {"benchmark": "advise_level", "case": "llama", "expected_gib": 9.8, "expected_ms": 110.0}
+    told = {
+        "benchmark": "advise_level",
+        "case": "llama",
+        "batch": 1,
+        "sequence": 8,
+        "expected_gib": 9.8,
+        "expected_ms": 110.0,
+    }
     real = {"ms": 100.0, "peak_gib": 10.0, "bytes_of_real": 0.98, "time_of_real": 1.1}
     error = {"error": "not run: does not fit by the plan"}
     sentence, rows = table(watch_tables.advice, {**told, "level": "a", **real}, {**told, "level": "b", **error})
-    assert sentence == "``advise`` was at most 2.0 % off in bytes and 10 % off in time."
+    assert sentence.startswith("``advise`` was at most 2.0 % off in bytes and 10 % off in time.")
     assert rows == [
-        ["llama", "a", "9.8", "10.0", "0.980", "110", "100", "1.100"],
-        ["llama", "b", "9.8", "not", "run", "110", "not", "run"],
+        ["llama,", "1", "×", "8:"],
+        ["a", "9.8", "10.0", "0.980", "110", "100", "1.100"],
+        ["b", "9.8", "not", "run", "110", "not", "run"],
     ]
