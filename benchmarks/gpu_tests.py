@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.record import Record, arguments, lines
 
-# They compare times, or hold what is decided by times: which blocks become graphs.
+# Their tests compare times, or hold a decision that depends on times: which blocks become graphs.
 _ALONE = {"test_auto.py", "test_doctor.py", "test_graphs_recomputed.py", "test_profile.py"}
 _BYTES_OF_FILE = 6 * 2**30  # room for the tensors of a file's tests and for CUDA's context
 

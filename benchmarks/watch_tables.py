@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from benchmarks.rst import block, failure, origin, simple_table
 __all__ = ["advice", "monitor", "profiles"]
 
 _RUNS = "bf16", "low"
-_PARTS = {
+_PARTS = {  # short, so that a table has 80 columns
     "gemm": "GEMM", "quantization": "quant.", "attention": "attn.", "elementwise": "elem.", "optimizer": "opt.",
     "communication": "comm.", "waits": "gaps",
 }  # fmt: skip
@@ -29,20 +30,16 @@ def monitor(path: Path = RESULTS / "monitor_h200.jsonl") -> str:
     most = [max(of[every]["gpu_percent"] for of in found.values()) for every in intervals]
     costs = " and ".join(f"{cost:.1f} % at every {every}" for cost, every in zip(most, intervals, strict=True))
     takeaway = (
-        f"The kernels of the monitor take up to {costs} steps of the time of a training. Beside the GPU's part stands "
-        "the difference of wall times, with the noise of the host, and beside the peak of memory in GiB the peak of a "
-        "training that is watched."
+        f"The kernels of the monitor take up to {costs} steps of a training's time. The columns beside hold the "
+        "difference of wall times, which has the noise of the host, the peak of memory in GiB, and how much more a "
+        "watched training takes."
     )
-    rows = [
-        (
-            model,
-            level,
-            *(cell for e in intervals for cell in (f"{of[e]['gpu_percent']:.2f}", f"{of[e]['overhead_percent']:.1f}")),
-            *(f"{memory[model, level][name] / 1024:.1f}" for name in ("plain", "watched")),
-        )
-        for (model, level), of in found.items()
-    ]
-    header = ("Model", "Level", *(cell for every in intervals for cell in (f"% {every}", "wall")), "GiB", "with")
+    rows = []
+    for (model, level), of in found.items():
+        times = [(f"{of[e]['gpu_percent']:.2f}", f"{of[e]['overhead_percent']:.1f}") for e in intervals]
+        plain, watched = (memory[model, level][name] / 1024 for name in ("plain", "watched"))
+        rows.append((model, level, *chain.from_iterable(times), f"{plain:.1f}", f"{watched - plain:.1f}"))
+    header = ("Model", "Level", *chain.from_iterable((f"% {every}", "wall") for every in intervals), "GiB", "more")
     return block(takeaway, simple_table(header, rows), origin(origins, "transformers", "timm"))
 
 
@@ -56,14 +53,16 @@ def profiles(path: Path = RESULTS / "profile_h200.jsonl") -> str:
         runs = {} if case in cases else {case: f["bf16"]}
         cases.add(case)
         for name, of in {**runs, f["level"]: f["low"]}.items():
-            gain = "" if name == case else f"{f['bf16']['ms'] / of['ms']:.2f}"
-            rows.append((name, f"{of['ms']:.1f}", gain, *(f"{of['parts'][part]:.1f}" for part in shown)))
+            half = f["bf16"]["ms"]
+            beside = ("", "") if name == case else (f"{half:.1f}", f"{half / of['ms']:.2f}")
+            rows.append((name, f"{of['ms']:.1f}", *beside, *(f"{of['parts'][part]:.1f}" for part in shown)))
     gains = [f["bf16"]["ms"] / f["low"]["ms"] for f in figures]
     takeaway = (
         f"A step is {min(gains):.2f} × to {max(gains):.2f} × as fast as in BF16, and the parts say why. Of each model "
-        "the first row is BF16."
+        "the first row is a run in BF16; beside each level stands the BF16 run that was measured with it."
     )
-    return block(takeaway, simple_table(("Run", "ms", "×", *shown.values()), rows), origin(origins, "transformers"))
+    header = ("Run", "ms", "BF16", "×", *shown.values())
+    return block(takeaway, simple_table(header, rows), origin(origins, "transformers"))
 
 
 def advice(path: Path = RESULTS / "advise_h200.jsonl") -> str:
@@ -82,7 +81,7 @@ def advice(path: Path = RESULTS / "advise_h200.jsonl") -> str:
     by = {key: [abs(100 * (f[key] - 1)) for f in levels if key in f] for key in ("bytes_of_real", "time_of_real")}
     takeaway = (
         f"``advise`` was at most {max(by['bytes_of_real']):.1f} % off in bytes and {max(by['time_of_real']):.0f} % off "
-        "in time. Beside what it expects stand a real step and the ratio of both."
+        "in time. A real step and the ratio of both figures stand beside each expected figure."
     )
     header = ("Level", "GiB", "real", "ratio", "ms", "real", "ratio")
     return block(takeaway, simple_table(header, rows), origin(origins, "transformers"))

@@ -1,9 +1,10 @@
 """Sums of the errors of rounding, added up on a GPU in one launch, without a host sync.
 
 ``formats.errors.add_errors`` defines the sums, and adds in FP64; here a program adds up to some ten thousand values in
-FP32 before it adds in FP64. In a matrix with more than ``_ALL`` values, every n-th tile alone counts for ``nonzero``,
-``underflowed``, ``signal``, ``noise`` and ``amin``: the arithmetic of all tiles takes longer than reading them. All
-values count for ``count``, ``saturated``, ``nonfinite`` and ``amax``, which a single value may change.
+FP32 before it adds in FP64. Where the tiles of a matrix have room for more than ``_ALL`` values, every n-th tile alone
+counts for ``nonzero``, ``underflowed``, ``signal``, ``noise`` and ``amin``: the arithmetic of all tiles takes longer
+than reading them. All values count for ``count``, ``saturated``, ``nonfinite`` and ``amax``, which a single value may
+change.
 Importing this file needs Triton.
 """
 
@@ -70,7 +71,7 @@ def _errors_kernel(
     inside_n = n < cols
     x_columns, q_columns = n[None, :] * x_n, n[None, :] * q_n
     scale_ptr += column.to(tl.int64) * s_n
-    scale = _scales(scale_ptr, tl.arange(0, TM), s_m, rows, BLOCK_ROWS, EXPONENTS)
+    scale = _scales(scale_ptr, tl.arange(0, TM), s_m, rows, BLOCK_ROWS, EXPONENTS)  # once, where all rows have one
     compared = tl.zeros([TM, TN], dtype=tl.int32)  # values that are not zero, and from bit 8 on underflows
     counted = tl.zeros([TM, TN], dtype=tl.int32)  # clipped values, and from bit 16 on values that are not finite
     signal = tl.zeros([TM, TN], dtype=tl.float32)
@@ -150,9 +151,10 @@ def add_errors(
     rows, cols = values.shape
     if not rows * cols:
         return
-    across = triton.cdiv(cols, _TN)
-    depth = min(triton.cdiv(rows, _TM), max(1, _PROGRAMS // across))
-    step = max(1, rows * cols // _ALL)
+    across, tiles = triton.cdiv(cols, _TN), triton.cdiv(rows, _TM)
+    depth = min(tiles, max(1, _PROGRAMS // across))
+    # By the places of the tiles, also of those beyond the last column: the kernel counts up to 255 tiles of a program.
+    step = max(1, tiles * across * _TM * _TN // _ALL)
     numbers = (rows, cols, *values.stride(), *data.stride(), *scales.stride(), depth, step)
     pointers = (values, data, scales, sums, extremes.view(torch.int32))
     key = (

@@ -94,6 +94,14 @@ def test_values_that_are_not_finite_are_counted(monkeypatch):
     assert read(table)[0].sqnr is None
 
 
+def test_the_tiles_of_a_long_narrow_matrix_overflow_no_count():
+    x = torch.ones(2**22 - 5, 1, device="cuda", dtype=torch.bfloat16)
+    table = ErrorTable(1, torch.device("cuda"))
+    table.add(0, x, Orientation(x, torch.ones(1, device="cuda", dtype=torch.float32), None))
+    found = read(table)[0]
+    assert (found.count, found.underflow, found.amax) == (len(x), 0.0, 1.0)
+
+
 @pytest.mark.parametrize(("rows", "cols"), [(8192, 14336), (16384, 2048), (20000, 1040)])
 def test_large_matrices_are_compared_in_part(rows, cols, monkeypatch):
     """Counts of single values are exact; ratios are those of a part, in which no column is left out."""
