@@ -4,9 +4,8 @@
 
 Llama-3-8B at full size where training fits the GPU, the same with 12 of its 32 layers for levels whose training does
 not, and a Llama of 100M parameters. Layers are recomputed in backward, as in the benchmark ``llama_8b``, by which the
-real steps are measured. The peak that is expected counts no workspaces of libraries. ``left_gib`` is what a training
-leaves of an H100 and of an H200. Each level, and each advice, has a process of its own. ``--append`` measures further
-cases into the same file.
+real steps are measured. ``left_gib`` is what a training leaves of an H100 and of an H200. Each level, and each advice,
+has a process of its own. ``--append`` measures further cases into the same file.
 """
 
 from __future__ import annotations
@@ -73,10 +72,10 @@ def expected(case: Case, levels: Sequence[str]) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     by_level = {
         level.name: {
-            "expected_gib": round(level.choice.plan.total / GIB, 2),
+            "expected_gib": round(level.choice.total / GIB, 2),
             "expected_ms": None if level.ms is None else round(level.ms, 1),
             "kept_back": len(level.kept_back),
-            "left_gib": {gpu: round((memory_of(gpu) - level.choice.plan.total) / GIB, 2) for gpu in ("H100", "H200")},
+            "left_gib": {gpu: round((memory_of(gpu) - level.choice.total) / GIB, 2) for gpu in ("H100", "H200")},
         }
         for level in found.levels
     }

@@ -18,6 +18,7 @@ from torch.autograd import DeviceType
 from torch.profiler import profile
 
 from nemo_lowprec.plugins.replaced import replace_attribute
+from nemo_lowprec.report.advice.measuring import idle_in_graphs
 from nemo_lowprec.tensors import QuantizedTensor
 from nemo_lowprec.weights.masters import master_of
 
@@ -43,7 +44,8 @@ def kernels_of(profiler: profile) -> list[Any]:
 
 def release() -> None:
     """Give back what nobody holds any more."""
-    gc.collect()
+    for _ in range(2):  # what a CUDA graph keeps alive goes in the second one
+        gc.collect()
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -69,12 +71,6 @@ def peaks() -> tuple[int, int]:
     if DEVICE.type != "cuda":
         return 0, 0
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-
-
-def idle_in_graphs() -> int:
-    """Bytes that CUDA graphs keep for temporary tensors. In a replay the allocator does not count them as allocated."""
-    segments = torch.cuda.memory_snapshot() if DEVICE.type == "cuda" else []
-    return sum(s["total_size"] - s["allocated_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
 
 
 def _plain(value: Any) -> Iterator[Tensor]:

@@ -13,13 +13,21 @@ made its terms.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from nemo_lowprec.compat.autograd import apply_function, is_batched, is_legacy_batched, is_wanted
+from nemo_lowprec.compat.autograd import (
+    after_backward,
+    apply_function,
+    current_backward,
+    is_batched,
+    is_legacy_batched,
+    is_wanted,
+)
 from nemo_lowprec.compat.tensors import PlainSubclass
 from nemo_lowprec.compute.backends.base import NormKind, is_transformed
 from nemo_lowprec.compute.shared_input import InputGradient
@@ -128,6 +136,8 @@ def hand_out(source: Tensor, gradient: InputGradient, handle: Tensor) -> None:
     """
     global _latest
     _latest = ref(source), source._version, gradient, handle
+    if current_backward() != -1:  # a recomputed block, which may stop before its sum
+        after_backward(partial(forget, gradient))
 
 
 def _handed_out(source: Tensor) -> tuple[InputGradient, Tensor] | None:

@@ -26,6 +26,18 @@ _WARPS = 8
 
 
 @triton.jit
+def _joined(
+    nonzero, underflowed, saturated, nonfinite, signal, noise, largest, smallest,
+    nonzero_b, underflowed_b, saturated_b, nonfinite_b, signal_b, noise_b, largest_b, smallest_b,
+):  # fmt: skip
+    """Sums and extremes of two parts of a tile: one reduction takes less time than eight."""
+    return (
+        nonzero + nonzero_b, underflowed + underflowed_b, saturated + saturated_b, nonfinite + nonfinite_b,
+        signal + signal_b, noise + noise_b, tl.maximum(largest, largest_b), tl.minimum(smallest, smallest_b),
+    )  # fmt: skip
+
+
+@triton.jit
 def _values(x_ptr, m, x_m, columns, rows, inside_n):
     """FP32 values of a tile; zeros outside of the matrix."""
     inside = (m < rows)[:, None] & inside_n[None, :]
@@ -112,15 +124,22 @@ def _errors_kernel(
             largest_scale = tl.maximum(largest_scale, scale)
     if tl.program_id(0) == 0:
         tl.atomic_add(sums_ptr + 0, tl.full((), 1.0, tl.float64) * rows * cols, sem="relaxed")
-    _add(sums_ptr + 1, tl.sum(compared & 255))
-    _add(sums_ptr + 2, tl.sum(compared >> 8))
-    _add(sums_ptr + 3, tl.sum(counted & 65535))
-    _add(sums_ptr + 4, tl.sum(counted >> 16))
-    _add(sums_ptr + 5, tl.sum(signal))
-    _add(sums_ptr + 6, tl.sum(noise))
+    nonzero, underflowed, saturated, nonfinite, signal_sum, noise_sum, high, low = tl.reduce(
+        (
+            tl.ravel(compared & 255), tl.ravel(compared >> 8), tl.ravel(counted & 65535), tl.ravel(counted >> 16),
+            tl.ravel(signal), tl.ravel(noise), tl.ravel(largest), tl.ravel(smallest),
+        ),
+        0, _joined,
+    )  # fmt: skip
+    _add(sums_ptr + 1, nonzero)
+    _add(sums_ptr + 2, underflowed)
+    _add(sums_ptr + 3, saturated)
+    _add(sums_ptr + 4, nonfinite)
+    _add(sums_ptr + 5, signal_sum)
+    _add(sums_ptr + 6, noise_sum)
     # As bits of integers, non-negative FP32 numbers order alike.
-    _raise(extremes_ptr + 0, tl.max(largest).to(tl.int32, bitcast=True))
-    low = tl.min(smallest).to(tl.int32, bitcast=True)
+    _raise(extremes_ptr + 0, high.to(tl.int32, bitcast=True))
+    low = low.to(tl.int32, bitcast=True)
     tl.atomic_min(extremes_ptr + 1, low, mask=low < tl.load(extremes_ptr + 1), sem="relaxed")
     _raise(extremes_ptr + 2, tl.max(largest_scale).to(tl.int32, bitcast=True))
 

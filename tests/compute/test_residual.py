@@ -1,6 +1,7 @@
 """Sums of residual blocks: the norm adds the gradient that comes back past it, to the bits of torch's own sums."""
 
 import copy
+import gc
 import io
 import pickle
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
@@ -205,6 +207,18 @@ def test_checkpointing(reentrant):
     model, plain, loss_of, norms, update, plain_update = pair(make, False)
     assert_same(train(model, loss_of, update), train(plain, loss_of, plain_update))
     assert norms.sums == (0 if reentrant else 2 * 2)  # a reentrant block's sum has no graph outside of the block
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_nothing_of_a_recomputed_block_is_held_after_its_backward_pass(reentrant):
+    model, *_ = pair(blocks, False)
+    for _ in range(2):
+        hidden = model[0](torch.randn(4, 8, 16))
+        storage = StorageWeakRef(hidden.untyped_storage())
+        checkpoint(model[1], hidden, use_reentrant=reentrant).float().sum().backward()
+        del hidden
+        gc.collect()
+        assert storage.expired()
 
 
 def learned():

@@ -5,6 +5,8 @@ import gc
 import pytest
 import torch
 
+from benchmarks.llama_8b import VOCAB as BENCHMARK_VOCAB
+from benchmarks.llama_8b import RandomTokens, measure
 from nemo_lowprec import advise
 from nemo_lowprec.models import CausalLM
 from nemo_lowprec.plugins import LowPrecision
@@ -78,3 +80,14 @@ def test_every_operand_is_looked_at_once(recomputes):
     calls = [call for group, _ in found.calls.groups.elements() for call in group]
     assert len(calls) == (1 + recomputes) * len(found.layers)
     assert sum(call.wgrad for call in calls) == len(found.layers)
+
+
+@pytest.mark.usefixtures("measured_times")
+@pytest.mark.parametrize("level", ["bf16_with_fp8_mixed", "msamp_o2"])
+def test_bytes_are_those_of_a_training_with_its_cuda_graphs(level):
+    real = measure(level, "llama_100m", {}, 1024, 1, batch=4)["peak_gib"] * 2**30
+    model = CausalLM("llama_100m", vocab_size=BENCHMARK_VOCAB, activation_checkpointing=True)
+    model.configure_model()
+    found = advise(model, next(iter(RandomTokens(1024, 4))), [level]).level(level).choice
+    assert found.beyond > 0
+    assert abs(found.total - real) < 0.05 * real

@@ -16,13 +16,14 @@ from nemo_lowprec.compute.gemm_times import STORED
 from nemo_lowprec.compute.operands import operand_of
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.formats import BlockScaledMatrix, dequantize_blocks
+from nemo_lowprec.lines import bytes_text
 from nemo_lowprec.models import CausalLM
 from nemo_lowprec.options import Recipe
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report import advise, plan_training
 from nemo_lowprec.report.advice import operands
 from nemo_lowprec.report.advice.layers import kept_back
-from nemo_lowprec.report.advice.measuring import time_level
+from nemo_lowprec.report.advice.measuring import MeasuredStep, measure_level
 from nemo_lowprec.report.advice.operands import SCALINGS, OperandErrors, Rounded, way_of
 from nemo_lowprec.report.advice.passes import half_copy, look
 from nemo_lowprec.report.advice.paste import patterns_of
@@ -233,6 +234,28 @@ def test_memory_is_that_of_the_plan():
         assert level.choice.plan.total == plan.total and level.choice.left == 80 * 2**30 - plan.total
 
 
+@pytest.mark.parametrize("more", [-1000, 1000])
+def test_bytes_of_measured_steps_beyond_their_plan_count_at_every_level(monkeypatch, more):
+    def measured(copy, batch, options):
+        peak = plan_training(Net(), LowPrecision(options.level.name), batch=batch).total + more
+        return MeasuredStep(1000.0, peak)
+
+    monkeypatch.setattr("nemo_lowprec.report.advice.advise.measure_level", measured)
+    beyond = max(0, more)
+    with made_up_times():
+        found = advise(Net(), batch_of(), ["bf16_mixed", "msamp_o1", "msamp_o2"], gpu_memory=1)
+    for level in found.levels:
+        choice = level.choice
+        assert (choice.beyond, choice.total, choice.left) == (
+            beyond, choice.plan.total + beyond, 2**30 - choice.plan.total - beyond
+        )  # fmt: skip
+    assert any(f"a step at msamp_o2, which takes {bytes_text(beyond)} beyond its plan" in note for note in found.notes)
+    with made_up_times():
+        limit = (found.level("msamp_o2").choice.plan.total + beyond) / 2**30
+        assert advise(Net(), batch_of(), ["msamp_o2"], gpu_memory=limit).best is not None
+        assert advise(Net(), batch_of(), ["msamp_o2"], gpu_memory=limit - 500 / 2**30).best is None
+
+
 def test_what_does_not_fit_is_not_recommended():
     sizes = {one.name: one.choice.plan.total for one in advise(Net(), batch_of(), gpu_memory=1).levels}
     smallest = min(sizes, key=lambda name: sizes[name])
@@ -275,7 +298,8 @@ def test_steps_of_a_level_are_timed_and_change_no_weight(level):
     torch.manual_seed(0)
     timed = half_copy(Net(), CPU)
     before = [param.detach().float() for param in timed.parameters()]
-    assert time_level(timed, batch_of(), LowPrecision(level).parsed) > 0
+    step = measure_level(timed, batch_of(), LowPrecision(level).parsed)
+    assert step.us > 0 and step.peak == 0
     engine = Engine.of(timed)
     assert engine is not None and engine.level.name == level
     rounding = 2.0**-4 if level == "msamp_o3" else 2.0**-10  # of weights to FP8, or to FP16

@@ -25,7 +25,7 @@ class LevelAdvice:
     """Memory, time and layers to keep back at one level.
 
     Attributes:
-        choice: its plan, and the GPU's memory.
+        choice: its plan, bytes beyond the plan, and the GPU's memory.
         options: arguments of the level.
         kept_back: names of the layers to keep in half precision; none without FP8 GEMMs.
         skip: names and globs for ``skip`` that stand for these layers.
@@ -111,7 +111,7 @@ class Advice:
             title += f" on a GPU of {bytes_text(first.memory)}"
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
         columns: dict[str, list[str]] = {
-            "Memory": [bytes_text(level.choice.plan.total) for level in self.levels],
+            "Memory": [bytes_text(level.choice.total) for level in self.levels],
             "Left": ["" if (left := level.choice.left) is None else signed_bytes_text(left) for level in self.levels],
             "ms a step": ["" if level.ms is None else f"{level.ms:,.1f}" for level in self.levels],
             "Kept back": [str(len(level.kept_back) or "") for level in self.levels],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,10 +13,11 @@ from torch import nn
 from nemo_lowprec.chart import CHART
 from nemo_lowprec.compute import choose_backend
 from nemo_lowprec.compute.gemm_times import times_of
+from nemo_lowprec.lines import bytes_text
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report.advice.advice import Advice, LevelAdvice
 from nemo_lowprec.report.advice.layers import KeptBack, kept_back, lowest
-from nemo_lowprec.report.advice.measuring import time_level, time_plain
+from nemo_lowprec.report.advice.measuring import measure_level, time_plain
 from nemo_lowprec.report.advice.operands import SCALINGS, way_of
 from nemo_lowprec.report.advice.passes import Seen, device_of, look, on_copy, on_device, random_states_kept, without_log
 from nemo_lowprec.report.advice.paste import modules_of, patterns_of
@@ -35,9 +37,10 @@ def advise(
     """Tell which level fits a GPU, how long a step takes at each level, and which layers FP8 would serve badly.
 
     Nothing is trained: passes run on copies, and neither the model nor its gradients, its mode or random states change.
-    ``plan_training`` gives the memory on one GPU. One forward and backward pass of ``batch`` gives the operands, and
-    the reference definitions give the errors (``report/advice/operands.py``). Times need a GPU:
-    ``report/advice/times.py`` computes times from two short measurements.
+    ``plan_training`` gives the memory on one GPU; the bytes that measured steps take beyond their plan are added. One
+    forward and backward pass of ``batch`` gives the operands, and the reference definitions give the errors
+    (``report/advice/operands.py``). Times need a GPU: ``report/advice/times.py`` computes times from two short
+    measurements.
 
     Args:
         model: a LightningModule, a model of transformers, or any module whose forward pass returns the loss; not
@@ -63,15 +66,16 @@ def advise(
         seen, notes = _look(model, batch, device, precisions)
         kept = {} if seen is None else {way: kept_back(seen.errors, way) for way in seen.ways}
         layers = {name: _layers(kept, precisions[name]) for name in choices}
-        expected, said = _times(model, batch, device, seen, choices, precisions, layers)
+        measured = _measure(model, batch, device, seen, choices, precisions, layers)
     found = []
     for name, choice in choices.items():
+        choice = replace(choice, beyond=measured.beyond)
         skip = [] if seen is None else patterns_of(modules_of(model, layers[name]), modules_of(model, seen.layers))
         share = len(layers[name]) / len(seen.layers) if layers[name] and seen is not None else 0.0
         options = precisions[name].parsed.chosen
-        found.append(LevelAdvice(choice, options, tuple(layers[name]), tuple(skip), share, expected.get(name)))
+        found.append(LevelAdvice(choice, options, tuple(layers[name]), tuple(skip), share, measured.ms.get(name)))
     sqnr = {} if seen is None else {way: lowest(seen.errors, way) for way in seen.ways}
-    return Advice.of(found, kept_back=kept, sqnr=sqnr, notes=(*notes, *said), refused=refused)
+    return Advice.of(found, kept_back=kept, sqnr=sqnr, notes=(*notes, *measured.notes), refused=refused)
 
 
 def levels_here(device: torch.device) -> list[str]:
@@ -126,7 +130,21 @@ def _look(
     return seen, []
 
 
-def _times(
+class _Measured(NamedTuple):
+    """The outcome of the measurements on the GPU.
+
+    Attributes:
+        ms: of a step, by level.
+        notes: sentences about what was measured.
+        beyond: bytes of a step that its plan does not count.
+    """
+
+    ms: dict[str, float]
+    notes: list[str]
+    beyond: int = 0
+
+
+def _measure(
     model: nn.Module,
     batch: Any,
     device: torch.device,
@@ -134,35 +152,38 @@ def _times(
     choices: dict[str, PlanChoice],
     precisions: dict[str, LowPrecision],
     layers: dict[str, list[str]],
-) -> tuple[dict[str, float], list[str]]:
-    """Milliseconds of a step by level, with its ``layers`` kept back, and sentences about them."""
+) -> _Measured:
+    """Measure two levels, from which the times of all follow, each with its ``layers`` kept back."""
     if seen is None:
-        return {}, []
+        return _Measured({}, [])
     times = times_of(device)
     if times is None:
         which = "There is no GPU" if device.type == "cpu" else "Nobody knows the GEMM times of this GPU"
-        return {}, [f"{which}: no times of a step."]
+        return _Measured({}, [f"{which}: no times of a step."])
     parts, batch = StepTimes(times, seen, device), on_device(batch, device)
     plain = on_copy(model, device, lambda copy: time_plain(copy, batch))
     if plain is None:
-        return {}, ["A pass in BF16 needs more memory than the GPU has: no times of a step."]
-    rest, said = parts.rest(plain), f"{plain / 1e3:,.1f} ms forward and backward in BF16"
+        return _Measured({}, ["A pass in BF16 needs more memory than the GPU has: no times of a step."])
+    rest, beyond, said = parts.rest(plain), 0, f"{plain / 1e3:,.1f} ms forward and backward in BF16"
     with_fp8 = [name for name in choices if precisions[name].parsed.recipe is not None]
     if with_fp8:
         name = min(with_fp8, key=lambda name: choices[name].plan.total)
         precision, plan = precisions[name], choices[name].plan
-        step = on_copy(model, device, lambda copy: time_level(copy, batch, precision.parsed))
+        step = on_copy(model, device, lambda copy: measure_level(copy, batch, precision.parsed))
         if step is None:
             said += f"; a step at {name} needs more memory than the GPU has, and FP8 levels may be faster than this"
         else:
-            rest = parts.rest(plain, step, precision.parsed, plan)
-            said += f", {step / 1e3:,.1f} ms a step at {name}"
+            rest = parts.rest(plain, step.us, precision.parsed, plan)
+            beyond = max(0, step.peak - plan.total)
+            said += f", {step.us / 1e3:,.1f} ms a step at {name}, which takes {bytes_text(beyond)} beyond its plan"
     expected = {
         name: parts.step(precisions[name].parsed, choice.plan, rest, layers[name]) / 1e3
         for name, choice in choices.items()
     }
     how = "measured" if times.measured else "by its roofline"
-    return expected, [f"Measured: {said}. Others by GEMM and quantization times of {times.family} ({how})."]
+    return _Measured(
+        expected, [f"Measured: {said}. Others by GEMM and quantization times of {times.family} ({how})."], beyond
+    )
 
 
 def _layers(kept: Mapping[str, list[KeptBack]], precision: LowPrecision) -> list[str]:

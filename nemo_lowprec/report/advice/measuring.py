@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,19 @@ from nemo_lowprec.options import Options
 from nemo_lowprec.report.loss import loss_of
 
 _PLAIN_WARMUP, _WARMUP, _STEPS = 3, 14, 5  # CUDA graphs of a level come at the 13th step at the latest
+
+
+class MeasuredStep(NamedTuple):
+    """A training step.
+
+    Attributes:
+        us: its time.
+        peak: bytes of the GPU that the training holds at most from the second step on, while CUDA graphs are captured
+            and afterwards, with those that graphs keep; 0 on a CPU.
+    """
+
+    us: float
+    peak: int
 
 
 def time_plain(copy: nn.Module, batch: Any) -> float:
@@ -29,11 +42,12 @@ def time_plain(copy: nn.Module, batch: Any) -> float:
         _pass(copy, batch)
         copy.zero_grad()
 
-    return _time(step, next(copy.parameters()).device, _PLAIN_WARMUP)
+    _repeat(step, _PLAIN_WARMUP)
+    return _time(step, next(copy.parameters()).device)
 
 
-def time_level(copy: nn.Module, batch: Any, options: Options) -> float:
-    """µs of a training step of ``batch`` at a level, with AdamW at a learning rate of 0.
+def measure_level(copy: nn.Module, batch: Any, options: Options) -> MeasuredStep:
+    """A training step of ``batch`` at a level, with AdamW at a learning rate of 0.
 
     Args:
         copy: the model with BF16 weights, which is converted.
@@ -41,6 +55,8 @@ def time_level(copy: nn.Module, batch: Any, options: Options) -> float:
         options: of the level.
     """
     device = next(copy.parameters()).device
+    others = _allocated(device) - sum(t.nbytes for t in {*copy.parameters(), *copy.buffers()})
+    idle = idle_in_graphs()
     optimizer = torch.optim.AdamW(copy.parameters(), lr=0.0, fused=device.type == "cuda")
     engine = Engine(options)
     engine.convert(copy, device)
@@ -57,7 +73,34 @@ def time_level(copy: nn.Module, batch: Any, options: Options) -> float:
         engine.step.run(optimizer)
         optimizer.zero_grad()
 
-    return _time(step, device, _WARMUP)
+    step()  # makes the optimizer's states
+    _reset_peak(device)
+    _repeat(step, _WARMUP - 1)
+    while_captured = _peak(device)
+    _reset_peak(device)
+    us = _time(step, device)
+    if device.type != "cuda":
+        return MeasuredStep(us, 0)
+    return MeasuredStep(us, max(while_captured, _peak(device) + idle_in_graphs() - idle) - others)
+
+
+def idle_in_graphs() -> int:
+    """Bytes that CUDA graphs keep for temporary tensors. In a replay the allocator does not count them as allocated."""
+    segments = torch.cuda.memory_snapshot() if torch.cuda.is_available() else []
+    return sum(s["total_size"] - s["allocated_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _pass(copy: nn.Module, batch: Any) -> None:
@@ -66,10 +109,13 @@ def _pass(copy: nn.Module, batch: Any) -> None:
     loss.backward()  # type: ignore[no-untyped-call]
 
 
-def _time(step: Callable[[], Any], device: torch.device, warmup: int) -> float:
-    """The median time of a step, µs."""
-    for _ in range(warmup):
+def _repeat(step: Callable[[], Any], times: int) -> None:
+    for _ in range(times):
         step()
+
+
+def _time(step: Callable[[], Any], device: torch.device) -> float:
+    """The median time of a step, µs."""
     found = []
     for _ in range(_STEPS):
         _synchronize(device)

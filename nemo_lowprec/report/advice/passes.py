@@ -87,7 +87,8 @@ def on_copy(model: nn.Module, device: torch.device, run: Callable[[nn.Module], T
     result = None
     with suppress(torch.OutOfMemoryError):
         result = run(half_copy(model, device))
-    gc.collect()  # a converted model refers to itself
+    for _ in range(2):  # a converted model refers to itself, and its CUDA graphs go in the second one
+        gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return result

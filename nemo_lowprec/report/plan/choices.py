@@ -29,20 +29,27 @@ class PlanChoice:
         name: the level, with what else sets the choice apart, in lines.
         plan: of one process.
         memory: bytes of a GPU; None where no GPU is known.
+        beyond: bytes that measured steps take and a plan does not count, such as those of CUDA graphs.
     """
 
     name: str
     plan: Plan
     memory: int | None = None
+    beyond: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of all columns of the plan, at most, and those beyond it."""
+        return self.plan.total + self.beyond
 
     @property
     def left(self) -> int | None:
-        """Bytes of the GPU that the plan leaves, negative where the plan does not fit; None where no GPU is known."""
-        return None if self.memory is None else self.memory - self.plan.total
+        """Bytes of the GPU that are left, negative where the choice does not fit; None where no GPU is known."""
+        return None if self.memory is None else self.memory - self.total
 
     @property
     def fits(self) -> bool:
-        """Whether the plan takes no more than the GPU has; True where no GPU is known."""
+        """Whether the choice takes no more than the GPU has; True where no GPU is known."""
         return self.left is None or self.left >= 0
 
     def sentence(self) -> str:
