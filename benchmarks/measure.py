@@ -5,7 +5,6 @@ Without a GPU everything runs and peaks are 0, so that a script can be tried.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from torch.autograd import DeviceType
 from torch.profiler import profile
 
 from nemo_lowprec.plugins.replaced import replace_attribute
-from nemo_lowprec.report.advice.measuring import idle_in_graphs
+from nemo_lowprec.report.advice.measuring import idle_in_graphs, release
 from nemo_lowprec.tensors import QuantizedTensor
 from nemo_lowprec.weights.masters import master_of
 
@@ -40,14 +39,6 @@ def kernels_of(profiler: profile) -> list[Any]:
     """The events of the kernels and copies that a profiler has seen on the GPU."""
     # A range of the user (the optimizer's step has one) is no kernel.
     return [e for e in profiler.events() or () if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
-
-
-def release() -> None:
-    """Give back what nobody holds any more."""
-    for _ in range(2):  # what a CUDA graph keeps alive goes in the second one
-        gc.collect()
-    if DEVICE.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def stay_on_gpu(trainer: Any, module: Any) -> None:

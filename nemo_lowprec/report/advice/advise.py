@@ -175,7 +175,8 @@ def _measure(
         else:
             rest = parts.rest(plain, step.us, precision.parsed, plan)
             beyond = max(0, step.peak - plan.total)
-            said += f", {step.us / 1e3:,.1f} ms a step at {name}, which takes {bytes_text(beyond)} beyond its plan"
+            said += f", {step.us / 1e3:,.1f} ms a step at {name}"
+            said += f", which takes {bytes_text(beyond)} beyond its plan" if beyond else ""
     expected = {
         name: parts.step(precisions[name].parsed, choice.plan, rest, layers[name]) / 1e3
         for name, choice in choices.items()

@@ -6,7 +6,6 @@ precision: its layers have the names that ``skip`` takes, and announce their ope
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,6 +23,7 @@ from nemo_lowprec.compute.speed_filter import Calls
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.formats.errors import Errors
 from nemo_lowprec.options import Recipe, parse_options
+from nemo_lowprec.report.advice.measuring import release
 from nemo_lowprec.report.advice.operands import OperandErrors, Rounded
 from nemo_lowprec.report.loss import loss_of
 from nemo_lowprec.report.plan.on_meta import copy_with
@@ -87,10 +87,7 @@ def on_copy(model: nn.Module, device: torch.device, run: Callable[[nn.Module], T
     result = None
     with suppress(torch.OutOfMemoryError):
         result = run(half_copy(model, device))
-    for _ in range(2):  # a converted model refers to itself, and its CUDA graphs go in the second one
-        gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    release()  # a converted model refers to itself
     return result
 
 
