@@ -68,11 +68,11 @@ class SampleReader:
             exponents: uint8, contiguous, of data in blocks of 128 elements; None for others.
             factors: FP32 [1], by which all values of a tensor are multiplied; None for none.
         """
-        rows = [[one.data_ptr()] * 3 for one in data]
-        for at, tensors in ((1, exponents), (2, factors)):
-            for row, tensor in zip(rows, tensors or (), strict=False):
-                row[at] = tensor.data_ptr()
-        addresses = self._pointers.upload([address for row in rows for address in row], len(rows), out.device, ())
+        table = [0] * (3 * len(data))
+        for at, tensors in enumerate((data, exponents, factors)):
+            if tensors is not None:
+                table[at::3] = [tensor.data_ptr() for tensor in tensors]
+        addresses = self._pointers.upload(table, len(data), out.device, ())
         chunks, dtype = -(-self._longest // _SIZE), data[0].dtype
         numbers = out.shape[1], chunks
         _read(

@@ -80,16 +80,27 @@ def amax_ratios(rows: Sequence[tuple[str, ...]], amaxes: Numbers) -> Numbers:
     for kind in ("input", "weight"):
         at = [i for i, (_, operand) in enumerate(rows) if operand == kind]
         if at:
-            known = np.ma.masked_invalid(np.where(amaxes[at] > 0, amaxes[at], np.nan))
-            is_enough = known.count(axis=0) >= _MIN_LAYERS
-            found[at] = np.where(is_enough, (known / np.ma.median(known, axis=0)).filled(np.nan), np.nan)
+            there = amaxes[at]
+            known = np.where((there > 0) & np.isfinite(there), there, np.nan)
+            found[at] = known / _medians(known)
     return found
+
+
+def _medians(known: Numbers) -> Numbers:
+    """The median of each sample, of the numbers that are not NaN; NaN for fewer than three."""
+    # numpy.nanmedian and numpy.ma.median take ten times as long for the few hundred layers of one sample.
+    count = np.count_nonzero(~np.isnan(known), axis=0)
+    middle = np.stack([np.maximum(count - 1, 0) // 2, count // 2])
+    ordered = np.sort(known, axis=0)  # NaN last
+    medians = np.take_along_axis(ordered, np.minimum(middle, len(known) - 1), axis=0).mean(axis=0)
+    return np.where(count >= _MIN_LAYERS, medians, np.nan)
 
 
 def said(metrics: Mapping[str, Numbers], row: int) -> list[str]:
     """Words such as "SQNR 12.3 dB" for each metric of ``row`` that lies beyond its bound."""
-    beyond_one = [metric for metric, ratio in ratios(metrics).items() if ratio[row] > 1]
-    return [_WORDS[metric].format(float(metrics[metric][row])) for metric in beyond_one]
+    one = {metric: numbers[row : row + 1] for metric, numbers in metrics.items()}
+    beyond_one = [metric for metric, ratio in ratios(one).items() if ratio[0] > 1]
+    return [_WORDS[metric].format(float(one[metric][0])) for metric in beyond_one]
 
 
 def crossed(errors: Errors) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,5 +15,17 @@ def rounded(numbers: Tensor, digits: int = 4) -> list[float | None]:
     places = digits - 1 - size.log10().floor()
     # A whole number over or times a power of ten is the float nearest to the decimal number, which JSON writes as such.
     up, down = 10.0 ** places.clamp(min=0), 10.0 ** (-places).clamp(min=0)
-    found = ((torch.where(finite, numbers, 0.0) * up / down).round() * down / up).tolist()
-    return [number if there else None for number, there in zip(found, finite.tolist(), strict=True)]
+    found: list[float | None] = ((torch.where(finite, numbers, 0.0) * up / down).round() * down / up).tolist()
+    for i in (~finite).nonzero().flatten().tolist():
+        found[i] = None
+    return found
+
+
+def rounded_rows(rows: Sequence[Tensor]) -> list[list[float | None]]:
+    """``rounded`` of each of some vectors, whose lengths may differ, in a few operations for all of them."""
+    found, first = rounded(torch.cat(list(rows))) if rows else [], 0
+    parts = []
+    for row in rows:
+        parts.append(found[first : first + len(row)])
+        first += len(row)
+    return parts

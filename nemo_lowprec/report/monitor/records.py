@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_lowprec.report.monitor.numbers import rounded
+from nemo_lowprec.report.monitor.numbers import rounded, rounded_rows
 from nemo_lowprec.report.monitor.run_writer import RunWriter
 from nemo_lowprec.report.monitor.sample import Row, Sample
 
@@ -32,8 +32,7 @@ class Records:
         """The losses of the steps ``at``, the time of a stretch of steps, and the peak of the memory of ``device``."""
         if self._writer is None:
             return
-        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        self._write("steps", at=at, loss=rounded(losses, 6), **stretch, peak_bytes=peak)
+        self._write("steps", at=at, loss=rounded(losses, 6), **stretch, peak_bytes=_peak_of(device))
 
     def sample(self, sample: Sample) -> None:
         """A sampled step; before it the rows of its operands, where they are others than before."""
@@ -42,12 +41,14 @@ class Records:
         if sample.rows != self._rows:
             self._rows = sample.rows
             self._write("operands", rows=sample.rows)
-        wire, norm = rounded(torch.tensor([sample.wire_sqnr, sample.grad_norm], dtype=torch.float64, device="cpu"))
+        step = torch.tensor([sample.wire_sqnr, sample.grad_norm], dtype=torch.float64, device="cpu")
+        (wire, norm), *numbers = rounded_rows([step, *sample.operands.values(), *sample.params.values()])
+        of_operands = len(sample.operands)
         self._write(
             "sample",
             step=sample.step,
-            operands={metric: rounded(numbers) for metric, numbers in sample.operands.items()},
-            params={metric: rounded(numbers) for metric, numbers in sample.params.items()},
+            operands=dict(zip(sample.operands, numbers[:of_operands], strict=True)),
+            params=dict(zip(sample.params, numbers[of_operands:], strict=True)),
             wire={"sqnr": wire},
             grad_norm=norm,
             loss_scale=sample.loss_scale,
@@ -66,3 +67,11 @@ class Records:
     def _write(self, record: str, **values: Any) -> None:
         if self._writer is not None:
             self._writer.write(record, **values)
+
+
+def _peak_of(device: torch.device) -> int | None:
+    """``torch.cuda.max_memory_allocated``, in a third of its time; None for a device that counts no memory."""
+    if device.type != "cuda":
+        return None
+    peak: int = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"]
+    return peak

@@ -38,30 +38,51 @@ class Sampler:
         self._cuts = [_Cut(shape, most) for shape in shapes]
         self.width = max((cut.elements for cut in self._cuts), default=0)
         self._indices: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-        self._readers: dict[Any, Any] = {}  # kernels, by the format and the members of a group
+        self._readers: dict[Any, Any] = {}  # kernels, by the role, the format and the members of a group
 
-    def read(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """The sampled values, FP32 [parameters, width]; zeros behind a shorter sample, and for None."""
+    def read(self, tensors: Sequence[Tensor | None], role: str = "") -> Tensor:
+        """The sampled values, FP32 [parameters, width]; zeros behind a shorter sample, and for None.
+
+        Args:
+            tensors: one for each parameter.
+            role: of these tensors. Their addresses stay on the GPU until another read of the role has others.
+        """
         out = torch.zeros(len(self._cuts), self.width, device=self._device, dtype=torch.float32)
-        for kind, members in _by_format(tensors, self._cuts):
-            group: list[Any] = [tensors[i] for i in members]
-            if not self._read_by_kernel(kind, members, group, out):
-                out.view(-1).index_copy_(0, self._index("place", members), self._values(group, members))
+        for kind, group in self._by_format(tensors).items():
+            members = tuple(group.members)
+            if not self._read_by_kernel((role, kind, members), group, out):
+                out.view(-1).index_copy_(0, self._index("place", members), self._values(group.tensors, members))
         return out
 
-    def _read_by_kernel(self, kind: Any, members: tuple[int, ...], tensors: list[Any], out: Tensor) -> bool:
+    def _by_format(self, tensors: Sequence[Tensor | None]) -> dict[Any, _Group]:
+        """The tensors that are stored alike, by a key; empty ones and None are in no group."""
+        groups: dict[Any, _Group] = {}
+        for i, (tensor, cut) in enumerate(zip(tensors, self._cuts, strict=True)):
+            if tensor is None or not cut.elements:
+                continue
+            data = stored_data(tensor)
+            kind = type(tensor), data.dtype
+            group = groups.get(kind)
+            if group is None:
+                group = groups[kind] = _Group()
+            group.members.append(i)
+            group.tensors.append(tensor)
+            group.data.append(data)
+        return groups
+
+    def _read_by_kernel(self, key: Any, group: _Group, out: Tensor) -> bool:
         """Read tensors of one format in one launch; whether there is a kernel that reads them."""
         kernels = sample_kernels() if out.is_cuda else None
-        data = [stored_data(tensor) for tensor in tensors]
-        if kernels is None or not all([one.is_contiguous() for one in data]):
+        if kernels is None or not all([one.is_contiguous() for one in group.data]):
             return False
-        reader = self._readers.get((kind, members))
+        reader = self._readers.get(key)
         if reader is None:
-            cuts = [(i, *self._cuts[i].strides()) for i in members]
-            reader = self._readers[kind, members] = kernels.SampleReader(cuts, out.device)
+            cuts = [(i, *self._cuts[i].strides()) for i in group.members]
+            reader = self._readers[key] = kernels.SampleReader(cuts, out.device)
+        tensors = group.tensors
         blocked, scaled = isinstance(tensors[0], BlockScaledTensor), isinstance(tensors[0], (Fp8Weight, GradientTensor))
         factors = [t.scale_inv if isinstance(t, Fp8Weight) else t.factor for t in tensors] if scaled else None
-        reader.read(data, [t.exponent for t in tensors] if blocked else None, factors, out)
+        reader.read(group.data, [t.exponent for t in tensors] if blocked else None, factors, out)
         return True
 
     def _values(self, tensors: list[Tensor], members: tuple[int, ...]) -> Tensor:
@@ -95,6 +116,20 @@ class Sampler:
                     found.append(torch.arange(cut.elements) + i * self.width)
             self._indices[of, members] = torch.cat(found).to(self._device)
         return self._indices[of, members]
+
+
+class _Group:
+    """Tensors of one format.
+
+    Attributes:
+        members: their indices.
+        data: their stored elements.
+    """
+
+    def __init__(self) -> None:
+        self.members: list[int] = []
+        self.tensors: list[Any] = []
+        self.data: list[Tensor] = []
 
 
 class _Cut:
@@ -133,12 +168,3 @@ def _factor(tensor: Tensor) -> Tensor | None:
     if isinstance(tensor, Fp8Weight):
         return tensor.scale_inv
     return tensor.factor if isinstance(tensor, GradientTensor) and tensor.multiplied else None
-
-
-def _by_format(tensors: Sequence[Tensor | None], cuts: list[_Cut]) -> list[tuple[Any, tuple[int, ...]]]:
-    """A key and the indices of tensors that are stored alike; empty ones and None are in no group."""
-    groups: dict[tuple[type, torch.dtype], list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        if tensor is not None and cuts[i].elements:
-            groups.setdefault((type(tensor), stored_data(tensor).dtype), []).append(i)
-    return [(kind, tuple(members)) for kind, members in groups.items()]

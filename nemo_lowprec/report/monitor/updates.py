@@ -92,15 +92,15 @@ class _Step:
         grad_scale: Tensor | None,
     ) -> None:
         self.params, self._sampler, self._state = params, sampler, optimizer.state
-        self._gradients = self._read([p.grad for p in params])
-        self._before = self._read(self._updated())
+        self._gradients = self._read([p.grad for p in params], "gradients")
+        self._before = self._read(self._updated(), "updated")
         self._exact: list[Tensor | None] = [None, None]
         if isinstance(optimizer, LowBitStates):
             self._names = optimizer.moments(group)
             self._exact = self._moments_by_reference(optimizer, group, grad_scale)
 
-    def _read(self, tensors: Sequence[Any]) -> Tensor:
-        return self._sampler.read([None if t is None else local_shard(t) for t in tensors])
+    def _read(self, tensors: Sequence[Any], role: str) -> Tensor:
+        return self._sampler.read([None if t is None else local_shard(t) for t in tensors], role)
 
     def _updated(self) -> list[Any]:
         """The tensors to which the optimizer adds its updates: masters, or weights without a master."""
@@ -111,15 +111,15 @@ class _Step:
             found.append(param if master is None else master)
         return found
 
-    def _moments(self, index: int) -> list[Any]:
+    def _moments(self, index: int) -> Tensor:
         name = self._names[index]
-        return [self._state[param].get(name) for param in self.params]
+        return self._read([self._state[param].get(name) for param in self.params], name)
 
     def _moments_by_reference(
         self, optimizer: LowBitStates, group: dict[str, Any], grad_scale: Tensor | None
     ) -> list[Tensor | None]:
         """The moments after the step before they are rounded; None for moments that the rule does not have."""
-        exact = [self._read(self._moments(i)) if i < len(self._names) else None for i in range(2)]
+        exact = [self._moments(i) if i < len(self._names) else None for i in range(2)]
         inputs = replace(optimizer._inputs(group, grad_scale), stochastic=False)
         # The count of steps is in no moment but the first step's.
         count = torch.ones((), dtype=torch.float32)
@@ -130,13 +130,13 @@ class _Step:
     def end(self) -> Tensor:
         """The sums of the step, FP64 [parameters, len(SUMS)]."""
         targets = self._updated()
-        after = self._read(targets)
+        after = self._read(targets, "updated")
         updated = self._gradients != 0
         columns = [updated.sum(1), (updated & (after == self._before)).sum(1)]
         apart = any(target is not param for target, param in zip(targets, self.params, strict=True))
-        pairs = [(after, self._read(self.params) if apart else after)]
+        pairs = [(after, self._read(self.params, "weights") if apart else after)]
         for index, exact in enumerate(self._exact):
-            pairs.append((after, after) if exact is None else (exact, self._read(self._moments(index))))
+            pairs.append((after, after) if exact is None else (exact, self._moments(index)))
         for values, stored in pairs:  # the same tensor twice where nothing is rounded
             columns += [values.square().sum(1), (values - stored).square().sum(1)]
         return torch.stack([column.double() for column in columns], dim=1)

@@ -164,6 +164,21 @@ def test_amaxes_are_compared_with_the_median_of_their_operand() -> None:
     assert all(ratio != ratio for ratio in amax_ratios(ROWS[:6], amaxes[:6]).tolist())  # two layers
 
 
+@pytest.mark.parametrize("layers", [3, 4, 9])
+def test_each_sample_has_a_median_of_the_amaxes_that_are_known(layers: int) -> None:
+    rows = [(str(i), "weight") for i in range(layers)]
+    amaxes = np.random.default_rng(layers).lognormal(size=(layers, 40))
+    amaxes[np.random.default_rng(0).random(amaxes.shape) < 0.3] = 0.0
+    amaxes[0, :3] = [np.nan, np.inf, -1.0]
+    found = amax_ratios(rows, amaxes)
+    for sample, ratios in zip(amaxes.T, found.T, strict=True):
+        known = [amax for amax in sample if 0 < amax < np.inf]
+        middle = np.median(known) if len(known) >= 3 else np.nan
+        wanted = [amax / middle if 0 < amax < np.inf else np.nan for amax in sample]
+        assert ratios.tolist() == pytest.approx(wanted, nan_ok=True)
+    assert np.isfinite(found).any()
+
+
 def test_a_resumed_run_keeps_one_warning_of_an_operand(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path)
     for start in (0, 40):
