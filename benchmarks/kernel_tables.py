@@ -8,7 +8,7 @@ from benchmarks.record import RESULTS, read
 from benchmarks.rst import block, milliseconds, origin, simple_table, times
 from nemo_lowprec.chart import CHART
 
-__all__ = ["OPTIMIZERS", "backends", "casts", "host", "optimizer_step", "patch_embedding"]
+__all__ = ["OPTIMIZERS", "backends", "casts", "host", "optimizer_step", "patch_embedding", "recomputed_layers"]
 
 OPTIMIZERS = {  # names in the results of the headline's optimizers
     "o2": "nemo_lowprec O2: FP16 weights, FP8 gradients, FP8+FP16 states",
@@ -43,6 +43,26 @@ def host() -> str:
         ],
     )
     return block(takeaway, table, origin(origins))
+
+
+def recomputed_layers() -> str:
+    """What CUDA graphs gain where layers are recomputed, from recomputed_layers_h200.jsonl."""
+    origins, figures = read(RESULTS / "recomputed_layers_h200.jsonl")
+    rows: dict[tuple[str, str], list[str]] = {}
+    for f in sorted(figures, key=lambda f: (f["model"], f["sequence"] * f["batch"])):
+        cells = f"{f['ratio']:.2f}", f"{f['no_graphs_ms']:.1f}", f"{f['gain']:.2f}"
+        rows.setdefault((f["model"], f"{f['batch']} × {f['sequence']}"), []).extend(cells)
+    levels = list(dict.fromkeys(f["level"] for f in figures))
+    most = max(figures, key=lambda f: f["gain"])
+    losses = [f for f in figures if f["gain"] < 1]
+    takeaway = (
+        f"Graphs make a step up to {most['gain']:.1f} × as fast, and no faster where the GPU takes "
+        f"{min(f['ratio'] for f in losses):.1f} times as long as the host. Three columns for each of {levels[0]} and "
+        f"{levels[1]}: the GPU's time over the host's in a layer's forward pass, ms of a step without graphs, and how "
+        "many times as fast graphs make the step."
+    )
+    header = ("Layers of", "batch", *("GPU/host", "ms", "×") * len(levels))
+    return block(takeaway, simple_table(header, [(*of, *cells) for of, cells in rows.items()]), origin(origins))
 
 
 def optimizer_step() -> str:

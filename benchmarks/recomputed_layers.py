@@ -115,7 +115,7 @@ def measure(case: Case, level: str, batch: int, tokens: int, rounds: int) -> dic
 
 
 def main() -> None:
-    parser = arguments(__doc__.split("\n")[0], "recomputed_layers_h100.jsonl")
+    parser = arguments(__doc__.split("\n")[0], "recomputed_layers_h200.jsonl")
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--levels", nargs="*", default=LEVELS)
     parser.add_argument("--rounds", type=int, default=5)

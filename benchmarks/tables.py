@@ -1,7 +1,7 @@
 """The documents' tables of measurements, made from benchmarks/results/: ``python -m benchmarks.tables`` prints them.
 
-``python -m benchmarks.tables --write`` puts them into README.rst and docs/measured.rst, between the comments that name
-them, and draws the pictures.
+``python -m benchmarks.tables --write`` puts them into README.rst and docs/, between the comments that name them, and
+draws the pictures.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from benchmarks import (
@@ -24,6 +25,7 @@ from benchmarks import (
     muon_tables,
     parallel_tables,
     step_tables,
+    watch_tables,
 )
 from benchmarks.levels import HOPPER
 from benchmarks.pictures import Picture
@@ -33,7 +35,7 @@ from nemo_lowprec.chart import CHART, COLUMNS
 
 _ROOT = Path(__file__).parent.parent
 README, MEASURED = _ROOT / "README.rst", _ROOT / "docs" / "measured.rst"
-DOCUMENTS = (README, MEASURED)
+DOCUMENTS = (README, MEASURED, *(_ROOT / "docs" / f"{name}.rst" for name in ("watching", "profiling", "advising")))
 
 
 def chart() -> str:
@@ -72,6 +74,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "experts_columns": expert_tables.experts_columns,
     "lora": lora_tables.lora,
     "host": kernel_tables.host,
+    "recomputed_layers": kernel_tables.recomputed_layers,
     "throughput": step_tables.throughput,
     "fastest": step_tables.fastest,
     "rowwise": step_tables.rowwise,
@@ -95,6 +98,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "megatron_parity": megatron_tables.megatron_parity,
     "megatron_seeds": megatron_tables.megatron_seeds,
     "faults": fault_tables.faults,
+    "monitor": watch_tables.monitor,
+    "profiles": watch_tables.profiles,
+    "advice_80": partial(watch_tables.advice, RESULTS / "advise_h100.jsonl"),
+    "advice_141": watch_tables.advice,
+    "advice_12_layers": partial(watch_tables.advice, case="llama_8b_12_layers"),
+    "advice_100m": partial(watch_tables.advice, case="llama_100m"),
     **{name: _shown(name, "../benchmarks/results") for name in PICTURES},
 }
 

@@ -6,7 +6,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, read
+from benchmarks.record import RESULTS, origins_of, read
 from benchmarks.rst import block, failure, origin, simple_table
 
 __all__ = ["advice", "monitor", "profiles"]
@@ -43,7 +43,7 @@ def monitor(path: Path = RESULTS / "monitor_h200.jsonl") -> str:
     return block(takeaway, simple_table(header, rows), origin(origins, "transformers", "timm"))
 
 
-def profiles(path: Path = RESULTS / "profile_h200.jsonl") -> str:
+def profiles(path: Path = RESULTS / "profile_h100.jsonl") -> str:
     """ms of a step by part, in BF16 and at each level."""
     origins, figures = read(path)
     shown = {part: name for part, name in _PARTS.items() if any(f[of]["parts"][part] for f in figures for of in _RUNS)}
@@ -65,23 +65,21 @@ def profiles(path: Path = RESULTS / "profile_h200.jsonl") -> str:
     return block(takeaway, simple_table(header, rows), origin(origins, "transformers"))
 
 
-def advice(path: Path = RESULTS / "advise_h200.jsonl") -> str:
-    """Bytes and time that ``advise`` expects, beside those of real steps."""
-    origins, figures = read(path)
-    levels = [f for f in figures if f["benchmark"] == "advise_level"]
+def advice(path: Path = RESULTS / "advise_h200.jsonl", case: str = "llama_8b") -> str:
+    """Bytes and time that ``advise`` expects of a case, beside those of real steps."""
+    levels = [f for f in read(path)[1] if f["benchmark"] == "advise_level" and f["case"] == case]
+    origins = origins_of(path, lambda f: f in levels)
     rows: list[tuple[str, ...]] = []
-    case = ""
     for f in levels:
-        if f["case"] != case:
-            case = f["case"]
-            rows.append((f"{case}, {f['batch']} × {f['sequence']}:", *[""] * 6))
         real = _ratios(f, "peak_gib", "bytes_of_real", 1), _ratios(f, "ms", "time_of_real", 0)
         expected = f"{f['expected_gib']:.1f}", "–" if f["expected_ms"] is None else f"{f['expected_ms']:.0f}"
         rows.append((f["level"], expected[0], *real[0], expected[1], *real[1]))
     by = {key: [abs(100 * (f[key] - 1)) for f in levels if key in f] for key in ("bytes_of_real", "time_of_real")}
+    shape = f"{case}, {levels[0]['batch']} × {levels[0]['sequence']}"
     takeaway = (
-        f"``advise`` was at most {max(by['bytes_of_real']):.1f} % off in bytes and {max(by['time_of_real']):.0f} % off "
-        "in time. A real step and the ratio of both figures stand beside each expected figure."
+        f"Of {shape}, ``advise`` was at most {max(by['bytes_of_real']):.1f} % off in bytes and "
+        f"{max(by['time_of_real']):.0f} % off in time. A real step and the ratio of both figures stand beside each "
+        "expected figure."
     )
     header = ("Level", "GiB", "real", "ratio", "ms", "real", "ratio")
     return block(takeaway, simple_table(header, rows), origin(origins, "transformers"))

@@ -60,7 +60,10 @@ def test_measured_rst_has_no_table_and_no_picture_outside_the_blocks():
     outside = BLOCK.sub("", MEASURED.read_text())
     assert "list-table" not in outside and ".. image" not in outside
     assert not re.search(r"^=+ +=+", outside, re.M)
-    assert set(blocks(MEASURED.read_text())) | set(blocks(README.read_text())) == set(TABLES)
+
+
+def test_every_table_is_in_a_document():
+    assert {name for document in DOCUMENTS for name in blocks(document.read_text())} == set(TABLES)
 
 
 def test_measured_rst_begins_with_its_contents():
@@ -71,7 +74,7 @@ def test_measured_rst_begins_with_its_contents():
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_picture_is_there_and_has_a_text_in_its_place(document):
     images = re.findall(r"^\.\. image:: (\S+)\n   :alt: (.+)$", document.read_text(), re.M)
-    assert images and len(images) == document.read_text().count(".. image::")
+    assert len(images) == document.read_text().count(".. image::") and (images or document not in (README, MEASURED))
     for path, alt in images:
         assert (document.parent / path).exists() and re.search(r"\d", alt), path
 
@@ -206,4 +209,4 @@ def test_documents_are_valid(document):
     core = pytest.importorskip("docutils.core")
     settings = {"report_level": 1, "halt_level": 2, "file_insertion_enabled": False}
     html = core.publish_parts(document.read_text(), writer="html5", settings_overrides=settings)["html_body"]
-    assert "system-message" not in html and "<table" in html and html.count("<h2>") > 5
+    assert "system-message" not in html and "<table" in html and html.count("<h2>") > 1

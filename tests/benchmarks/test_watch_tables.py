@@ -60,14 +60,15 @@ def test_every_part_of_a_profile_has_a_heading():
 
 
 def test_advice_is_off_by_the_largest_difference_of_either_sign(table):
-    told = {"benchmark": "advise_level", "case": "llama", "batch": 1, "sequence": 8}
+    told = {"benchmark": "advise_level", "case": "llama_8b", "batch": 1, "sequence": 8}
     told |= {"expected_gib": 9.8, "expected_ms": 110.0}
     real = {"ms": 100.0, "peak_gib": 10.0, "bytes_of_real": 0.98, "time_of_real": 1.1}
     error = {"error": "not run: does not fit by the plan"}
-    sentence, rows = table(watch_tables.advice, {**told, "level": "a", **real}, {**told, "level": "b", **error})
-    assert sentence.startswith("``advise`` was at most 2.0 % off in bytes and 10 % off in time.")
+    other = {**told, "case": "llama_100m", "level": "a", **real, "bytes_of_real": 0.5}
+    figures = other, {**told, "level": "a", **real}, {**told, "level": "b", **error}
+    sentence, rows = table(watch_tables.advice, *figures)
+    assert sentence.startswith("Of llama_8b, 1 × 8, ``advise`` was at most 2.0 % off in bytes and 10 % off in time.")
     assert rows == [
-        ["llama,", "1", "×", "8:"],
         ["a", "9.8", "10.0", "0.980", "110", "100", "1.100"],
         ["b", "9.8", "not", "run", "110", "not", "run"],
     ]
