@@ -45,8 +45,12 @@ def plan_job(cfg: DictConfig, fits: float | str | None = None) -> Plan:
     return found
 
 
-def planned(cfg: DictConfig) -> Plan:
+def planned(cfg: DictConfig, both_choices: bool = True) -> Plan:
     """The plan of a composed config.
+
+    Args:
+        cfg: the composed config.
+        both_choices: as for ``plan_training``.
 
     Raises:
         ValueError: a bad value, or an unknown number of processes.
@@ -69,6 +73,7 @@ def planned(cfg: DictConfig) -> Plan:
         micro_batches=cfg.trainer.accumulate_grad_batches,
         micro_batch_size=cfg.data.get("micro_batch_size"),
         seq_length=cfg.data.get("seq_length"),
+        both_choices=both_choices,
         **options,
     )
 

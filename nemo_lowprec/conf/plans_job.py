@@ -26,6 +26,7 @@ def plans_job(
         ValueError: ``fits`` is no memory of a GPU, or no command line can be planned.
         TypeError: no command line takes one of the settings.
     """
-    found = plan_requests([PlanRequest(*described(line, whole), partial(run, line, planned)) for line in lines], fits)
+    job = partial(planned, both_choices=False)
+    found = plan_requests([PlanRequest(*described(line, whole), partial(run, line, job)) for line in lines], fits)
     found.print()
     return found

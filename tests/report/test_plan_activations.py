@@ -1,5 +1,7 @@
 """Planned activations against what autograd keeps in real runs of a CPU, and the rules by which a GPU differs."""
 
+from dataclasses import replace
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -98,6 +100,8 @@ def test_the_other_choice_is_planned_too(recompute, case="msamp_o2"):
     got = plan_training(language_model(recompute), plugin(case), accelerator="cpu", **SAMPLE)
     other = plan_training(language_model(not recompute), plugin(case), accelerator="cpu", **SAMPLE)
     assert got.other_choice == (other.column("Activations").bytes, other.total)
+    alone = plan_training(language_model(recompute), plugin(case), accelerator="cpu", both_choices=False, **SAMPLE)
+    assert alone == replace(got, other_choice=None)
 
 
 @pytest.mark.parametrize("case", ["bf16_mixed", "msamp_o3", "bf16_with_fp8_mixed"])

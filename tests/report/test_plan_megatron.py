@@ -1,5 +1,7 @@
 """Plans of models that Megatron-core builds, on a machine that cannot build them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -97,6 +99,7 @@ def test_recomputation():
     assert got.recomputes and size(got, "Activations") == LAYERS * ROWS * HIDDEN * 2 + loss
     assert got.other_choice == (size(without, "Activations"), without.total)
     assert without.other_choice == (size(got, "Activations"), got.total)
+    assert planned(both_choices=False) == replace(without, other_choice=None)
     four = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 4}
     fewer = planned(model=MegatronGPT("llama3_70b", transformer=four))
     assert size(fewer, "Activations") == LAYERS // 4 * ROWS * HIDDEN * 2 + loss

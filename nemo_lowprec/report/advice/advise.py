@@ -101,7 +101,7 @@ def _plans(
             if not _is_empty(model):
                 for column in precision.engine.columns:
                     column.check(model, device, True)
-            choices[name] = PlanChoice(name, plan_training(model, precision, batch=batch), memory)
+            choices[name] = PlanChoice(name, plan_training(model, precision, batch=batch, both_choices=False), memory)
         except ValueError as error:
             failed = failed or error
             refused[name] = str(error)

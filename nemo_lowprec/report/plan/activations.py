@@ -58,7 +58,7 @@ class Sample:
 
 
 def plan_activations(
-    model: nn.Module, engine: Engine, layout: Layout, sample: Sample, keeps_weights: bool
+    model: nn.Module, engine: Engine, layout: Layout, sample: Sample, keeps_weights: bool, both_choices: bool
 ) -> Activations | str:
     """Trace ``model``, or say why that cannot be done.
 
@@ -67,12 +67,13 @@ def plan_activations(
         engine: of the level.
         sample: a micro-batch.
         keeps_weights: whether the layers keep their quantized weights from step to step.
+        both_choices: whether the other choice of recomputation is traced, too.
     """
     run = run_of(model, sample)
     if isinstance(run, str):
         return run
     chosen = _recomputes(model)
-    choices = [None] if chosen is None else [chosen, not chosen]
+    choices = [chosen] if chosen is None or not both_choices else [chosen, not chosen]
     try:
         return {choice: _trace(model, engine, layout, run, choice, keeps_weights) for choice in choices}
     except Exception as error:  # what a model does in its forward pass is its own

@@ -201,7 +201,7 @@ def plan_choices(
         nodes, gpus: machines, and processes of each.
         strategies: names as for ``plan_training``.
         fits: GiB of a GPU, or its name: ``H100`` or ``H200``. None for the GPU of this machine, where it has one.
-        options: other arguments of ``plan_training``.
+        options: other arguments of ``plan_training``, but for ``both_choices``: the plans have one choice.
 
     Raises:
         ValueError: ``fits`` is no memory of a GPU, or no combination can be planned.
@@ -210,7 +210,7 @@ def plan_choices(
     requests = []
     for precision, machines, each, strategy in product(precisions, nodes, gpus, strategies):
         where = f"{machines} × {each}" + (f" {strategy}" if strategy else "")
-        plan = partial(plan_training, model, precision, machines, each, strategy, **options)
+        plan = partial(plan_training, model, precision, machines, each, strategy, both_choices=False, **options)
         requests.append(PlanRequest(repr(precision).removesuffix("()"), (), where, plan))
     return plan_requests(requests, fits)
 

@@ -68,7 +68,7 @@ class Plan:
         recomputes: whether blocks are recomputed in backward; None where that is no choice of the model.
         peak: bytes at the worst point of forward and backward, where not all columns are at their largest; None where
             activations are not planned.
-        other_choice: bytes of (activations, all) with the other choice; None where there is none.
+        other_choice: bytes of (activations, all) with the other choice; None where there is none, or nobody asked.
         without: why activations are not planned; empty where they are.
         stage: the pipeline stage with the largest share; empty without a pipeline.
     """
@@ -161,6 +161,7 @@ def plan_training(
     micro_batch_size: int | None = None,
     seq_length: int | None = None,
     batch: Any = None,
+    both_choices: bool = True,
     **options: Any,
 ) -> Plan:
     """Plan the training of ``model`` with Adam or AdamW, or with the optimizer that a ``CausalLM`` names.
@@ -180,6 +181,8 @@ def plan_training(
         seq_length: tokens of a sequence.
         batch: an example of what ``training_step`` takes, on any device; of a module without one, the argument of its
             forward pass, or a tuple or a dict of them. None: the module's ``example_input_array``, where it has one.
+        both_choices: whether activations are planned with and without recomputation, where the model has the choice,
+            and not only as the model is set up. It takes twice as long.
         options: of the strategy: ``reshard_after_forward`` and ``shard_size``, or ``bucket_cap_mb``, or Megatron-core's
             parallel sizes.
 
@@ -199,10 +202,12 @@ def plan_training(
         engine = settle_on_meta(twin, precision.engine, layout.is_sharded)
         process = (plan_sharded if layout.is_sharded else plan_whole)(twin, engine, layout)
         process.columns.append(_histories(engine))
-        process.activations = plan_activations(model, precision.engine, layout, sample, engine.amaxes.weights.keeps)
+        keeps_weights = engine.amaxes.weights.keeps
+        process.activations = plan_activations(model, precision.engine, layout, sample, keeps_weights, both_choices)
         processes, count = [process], sum(p.numel() for p in twin.parameters())
     plans = [_plan_of(process, precision.level, layout, name_of(model), count, sample) for process in processes]
-    return max(plans, key=lambda plan: plan.total)
+    largest = max(plans, key=lambda plan: plan.total)
+    return largest if both_choices else replace(largest, other_choice=None)
 
 
 def _check_strategy(model: str, by_megatron: bool, strategy: str | None, accelerator: str) -> None:
