@@ -3,8 +3,8 @@
     python -m benchmarks.recomputed_layers
 
 ``ratio`` is what ``graphs="auto"`` decides by: the GPU time of a layer's forward pass over its host time, each of the
-fastest layer. ``gain`` is the time of a step without graphs over that with graphs. Both models train in turns, in one
-process, and each time is the median over rounds.
+fastest layer. ``gain`` is the time of a step without graphs over the time with graphs. Both models train in turns, in
+one process, and each time is the median over rounds.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Training:
         self.model, self.optimizer = prepare(model, optimizer, level, graphs=graphs)
 
     def steps(self, ids: Tensor, count: int) -> float:
-        """Seconds of a step, of ``count``."""
+        """Mean seconds of ``count`` steps."""
         synchronize()
         start = time.perf_counter()
         for _ in range(count):
@@ -72,7 +72,7 @@ class _Training:
         return (time.perf_counter() - start) / count
 
     def clocks(self, ids: Tensor) -> list[Clock]:
-        """Of the forward passes of all layers, over some steps; those in backward are left out."""
+        """Clocks of all layers' forward passes in some steps, but for passes that backward recomputes."""
         begun, done = dict[nn.Module, Clock](), list[Clock]()
 
         def begin(layer: nn.Module, *_: Any) -> None:

@@ -100,6 +100,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "faults": fault_tables.faults,
     "monitor": watch_tables.monitor,
     "profiles": watch_tables.profiles,
+    "profiles_small": partial(watch_tables.profiles, RESULTS / "profile_h200.jsonl"),
     "advice_80": partial(watch_tables.advice, RESULTS / "advise_h100.jsonl"),
     "advice_141": watch_tables.advice,
     "advice_12_layers": partial(watch_tables.advice, case="llama_8b_12_layers"),

@@ -209,4 +209,5 @@ def test_documents_are_valid(document):
     core = pytest.importorskip("docutils.core")
     settings = {"report_level": 1, "halt_level": 2, "file_insertion_enabled": False}
     html = core.publish_parts(document.read_text(), writer="html5", settings_overrides=settings)["html_body"]
-    assert "system-message" not in html and "<table" in html and html.count("<h2>") > 1
+    assert "system-message" not in html and "<table" in html
+    assert html.count("<h2>") > (5 if document in (README, MEASURED) else 1)

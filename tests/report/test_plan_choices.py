@@ -32,6 +32,8 @@ def test_each_plan_is_that_of_plan_training(model):
         layout = choice.plan.layout
         alone = plan_training(model, LowPrecision(choice.name), layout.nodes, layout.gpus, layout.strategy, **SIZES)
         assert alone.other_choice is not None and replace(alone, other_choice=None) == choice.plan
+    (both,) = choices_of(model, levels=["msamp_o2"], both_choices=True).choices
+    assert both.plan == plan_training(model, LowPrecision("msamp_o2"), **SIZES)
 
 
 def test_what_fits_comes_first_with_the_fewest_gpus(model):

@@ -70,8 +70,9 @@ class Records:
 
 
 def _peak_of(device: torch.device) -> int | None:
-    """``torch.cuda.max_memory_allocated``, in a third of its time; None for a device that counts no memory."""
+    """The most bytes allocated on ``device``; None for a device that counts no memory."""
     if device.type != "cuda":
         return None
+    # torch.cuda.max_memory_allocated makes a flat, sorted table of all statistics for this one.
     peak: int = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"]
     return peak

@@ -122,8 +122,9 @@ class _Group:
     """Tensors of one format.
 
     Attributes:
-        members: their indices.
-        data: their stored elements.
+        members: indices of the tensors.
+        tensors: as they were given.
+        data: the tensors that hold their elements, as ``stored_data`` has them.
     """
 
     def __init__(self) -> None:

@@ -201,16 +201,16 @@ def plan_choices(
         nodes, gpus: machines, and processes of each.
         strategies: names as for ``plan_training``.
         fits: GiB of a GPU, or its name: ``H100`` or ``H200``. None for the GPU of this machine, where it has one.
-        options: other arguments of ``plan_training``, but for ``both_choices``: the plans have one choice.
+        options: other arguments of ``plan_training``; ``both_choices`` is False here, unless given.
 
     Raises:
         ValueError: ``fits`` is no memory of a GPU, or no combination can be planned.
         TypeError: the same, for an option that no combination takes.
     """
-    requests = []
+    requests, options = [], {"both_choices": False, **options}
     for precision, machines, each, strategy in product(precisions, nodes, gpus, strategies):
         where = f"{machines} × {each}" + (f" {strategy}" if strategy else "")
-        plan = partial(plan_training, model, precision, machines, each, strategy, both_choices=False, **options)
+        plan = partial(plan_training, model, precision, machines, each, strategy, **options)
         requests.append(PlanRequest(repr(precision).removesuffix("()"), (), where, plan))
     return plan_requests(requests, fits)
 
