@@ -8,7 +8,7 @@ from benchmarks.lora import BF16
 from benchmarks.record import RESULTS, origins_of, read
 from benchmarks.rst import block, failure, origin, simple_table
 
-__all__ = ["largest", "lora"]
+__all__ = ["BF16", "figures", "largest", "lora"]
 
 _RESULTS = RESULTS / "lora_h200.jsonl"
 _OURS = "nemo_lowprec "
@@ -17,21 +17,21 @@ _DEFAULT = f"{_OURS}bf16_with_fp8_mixed"
 _Figures = dict[tuple[int, bool], dict[str, Any]]
 
 
-def _figures(name: str) -> _Figures:
+def figures(name: str) -> _Figures:
     """A contestant's figures, by batch and by whether layers are recomputed."""
     return {(f["batch"], f["recomputes"]): f for f in read(_RESULTS)[1] if f["name"] == name}
 
 
 def largest() -> tuple[dict[str, Any], dict[str, Any]]:
     """Figures of ``bf16_with_fp8_mixed`` and of BF16 at the largest batch, where nothing is recomputed."""
-    ours = _figures(_DEFAULT)
+    ours = figures(_DEFAULT)
     key = max(batch for batch, _ in ours), False
-    return ours[key], _figures(BF16)[key]
+    return ours[key], figures(BF16)[key]
 
 
 def lora() -> str:
     """Tokens a second and memory of every contestant."""
-    default, beside = _figures(_DEFAULT), _figures(BF16)
+    default, beside = figures(_DEFAULT), figures(BF16)
     gains = [f["x"] for f in default.values()]
     parts = default[1, False]["gib"]
     takeaway = (

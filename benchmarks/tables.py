@@ -8,40 +8,56 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
 from benchmarks import (
+    choice_tables,
     everyday_tables,
     expert_tables,
     fault_tables,
     headline_tables,
     kernel_tables,
+    level_tables,
     lora_tables,
     loss_tables,
     megatron_tables,
     memory_tables,
     muon_tables,
+    numerics,
     parallel_tables,
     step_tables,
+    support_tables,
     watch_tables,
 )
 from benchmarks.levels import HOPPER
 from benchmarks.pictures import Picture
 from benchmarks.record import RESULTS
-from benchmarks.rst import rst_table
+from benchmarks.rst import simple_table
 from nemo_lowprec.chart import CHART, COLUMNS
 
 _ROOT = Path(__file__).parent.parent
-README, MEASURED = _ROOT / "README.rst", _ROOT / "docs" / "measured.rst"
-DOCUMENTS = (README, MEASURED, *(_ROOT / "docs" / f"{name}.rst" for name in ("watching", "profiling", "advising")))
+_DOCS = _ROOT / "docs"
+README, MEASURED = _ROOT / "README.rst", _DOCS / "measured.rst"
+_PAGES = ("figures", "watching", "profiling", "advising", "which_level", "numerics", "support")
+LEVEL_PAGES = tuple(_DOCS / "levels" / f"{name}.rst" for name in ("index", *CHART))
+DOCUMENTS = (README, MEASURED, *(_DOCS / f"{name}.rst" for name in _PAGES), *LEVEL_PAGES)
 
 
 def chart() -> str:
     """The precision chart, without the rows that no run has shown."""
-    rows = [CHART[name] for name in HOPPER]
-    return rst_table(COLUMNS, [[f"``{r.name}``", *list(r.columns().values())[1:]] for r in rows])
+    return _rows(HOPPER)
+
+
+def levels_chart() -> str:
+    """The precision chart."""
+    return _rows(CHART)
+
+
+def _rows(names: Iterable[str]) -> str:
+    rows = [CHART[name] for name in names]
+    return simple_table(COLUMNS, [[f"``{r.name}``", *list(r.columns().values())[1:]] for r in rows])
 
 
 PICTURES: dict[str, Callable[[], Picture]] = {
@@ -55,6 +71,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "sharded_picture": parallel_tables.sharded_picture,
     "megatron_parity_picture": megatron_tables.parity_picture,
     "megatron_seeds_picture": megatron_tables.seeds_picture,
+    **numerics.PICTURES,
 }
 
 
@@ -64,9 +81,15 @@ def _shown(name: str, folder: str) -> Callable[[], str]:
 
 TABLES: dict[str, Callable[[], str]] = {
     "chart": chart,
+    "levels_chart": levels_chart,
+    "which_level": choice_tables.which_level,
+    "versions": support_tables.versions,
+    "ran_on": support_tables.ran_on,
+    "gpu_tests": support_tables.gpu_tests,
+    **level_tables.LEVEL_TABLES,
     "headlines": headline_tables.headlines,
     "headline_models": _shown("everyday_picture", "benchmarks/results"),
-    "headline_picture": _shown("throughput_picture", "benchmarks/results"),
+    "headline_picture": _shown("throughput_picture", "../benchmarks/results"),
     "everyday": everyday_tables.everyday,
     "everyday_others": everyday_tables.others,
     "everyday_8b": everyday_tables.large,

@@ -8,7 +8,7 @@ Every level of the precision chart is a function of this package that returns a 
 
 from typing import Any
 
-from nemo_lowprec.chart import CHART, PrecisionLevel, get_level
+from nemo_lowprec.chart import ALIASES, CHART, PrecisionLevel, get_level
 from nemo_lowprec.lazy import lazily
 
 __version__ = "0.1.0"
@@ -27,7 +27,9 @@ __all__ = [
     "initialize",
     "monitor",
     "prepare",
+    "shard_blocks",
     *CHART,
+    *ALIASES,
 ]
 
 
@@ -40,16 +42,17 @@ _HOMES = {
     "initialize": "msamp",
     "monitor": "report.monitor.plain",
     "prepare": "loops",
+    "shard_blocks": "strategies.fabric",
 }
 _find, _ = lazily(__name__, _HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name in CHART or name == "LowPrecision":
+    if name in CHART or name in ALIASES or name == "LowPrecision":
         import nemo_lowprec.strategies  # noqa: F401  (registers their names with Lightning)
-        from nemo_lowprec.plugins import LEVELS, LowPrecision
+        from nemo_lowprec.plugins import ALIASED, LEVELS, LowPrecision
 
-        return LEVELS[name] if name in CHART else LowPrecision
+        return LowPrecision if name == "LowPrecision" else (LEVELS | ALIASED)[name]
     return _find(name)
 
 

@@ -10,10 +10,11 @@ torchtitan's rowwise one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-__all__ = ["CHART", "COLUMNS", "PrecisionLevel", "get_level"]
+__all__ = ["ALIASES", "CHART", "COLUMNS", "NOT_SERVED", "Alias", "PrecisionLevel", "get_level", "preset_of"]
 
 Compute = Literal["fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
 Stored = Literal["fp32", "fp16", "bf16", "fp8"]
@@ -229,14 +230,68 @@ CHART: dict[str, PrecisionLevel] = {row.name: row for row in _ROWS}
 COLUMNS: tuple[str, ...] = tuple(_ROWS[0].columns())
 
 
+@dataclass(frozen=True)
+class Alias:
+    """A further name of a level.
+
+    Attributes:
+        level: the name in the chart.
+        options: the arguments that the name stands for; a caller's argument of the same name counts instead.
+    """
+
+    level: str
+    options: Mapping[str, Any]
+
+
+# Megatron-Bridge's names of mixed-precision recipes that are none of the chart's. (A name of the chart is its level,
+# whose defaults may differ from the recipe's.) The recipes' ``fp8_param_gather`` is ``fp8_params`` here; ``tensorwise``
+# is current scaling, and ``blockwise`` subchannel scaling.
+# Source: NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/training/mixed_precision.py of August 2026.
+_TWO_AND_TWO = {"num_layers_at_start_in_half": 2, "num_layers_at_end_in_half": 2}
+
+ALIASES: dict[str, Alias] = {
+    "bf16_with_fp8_delayed_scaling_mixed": Alias("bf16_with_fp8_mixed", {"fp8_params": True}),
+    "fp16_with_fp8_delayed_scaling_mixed": Alias("fp16_with_fp8_mixed", {"fp8_params": True}),
+    "nemotron_h_bf16_with_fp8_current_scaling_mixed": Alias(
+        "bf16_with_fp8_current_scaling_mixed", {"fp8_params": True, **_TWO_AND_TWO}
+    ),
+    # The recipe has blockwise scaling, whatever its name says. Its FP8 weights have no counterpart at this level.
+    "nanov2_bf16_with_fp8_current_scaling_mixed": Alias(
+        "bf16_with_fp8_subchannel_scaling_mixed", {"fp8": "hybrid", **_TWO_AND_TWO}
+    ),
+    "nemotron_3_super_bf16_with_nvfp4_mixed": Alias("bf16_with_nvfp4_mixed", {"num_layers_at_end_in_half": 14}),
+}
+
+# Recipes without a level, and the level that comes nearest.
+NOT_SERVED: dict[str, str] = {
+    "fp16_with_fp8_current_scaling_mixed": "bf16_with_fp8_current_scaling_mixed",
+    "fp16_with_fp8_subchannel_scaling_mixed": "bf16_with_fp8_subchannel_scaling_mixed",
+    "fp16_with_mxfp8_mixed": "bf16_with_mxfp8_mixed",
+}
+
+
 def get_level(name: str | PrecisionLevel) -> PrecisionLevel:
-    """Return the row of a level; a row of the caller's own is checked and returned.
+    """Return the row of a level, or of an alias; a row of the caller's own is checked and returned.
+
+    ``preset_of`` has the arguments that an alias stands for.
 
     Raises:
         ValueError: no row has the name; or a column of the row has a value that it does not take.
     """
     if isinstance(name, PrecisionLevel):
         return name.validate()
+    if isinstance(name, str) and name in NOT_SERVED:
+        raise ValueError(
+            f"{name}, a recipe of Megatron-Bridge, has no level here: its scaling comes with BF16 only. The nearest "
+            f"level is {NOT_SERVED[name]}."
+        )
+    if isinstance(name, str) and name in ALIASES:
+        name = ALIASES[name].level
     if not isinstance(name, str) or name not in CHART:
         raise ValueError(f"Unknown precision level {name!r}. Choose one of: {', '.join(CHART)}.")
     return CHART[name]
+
+
+def preset_of(level: object) -> dict[str, Any]:
+    """The arguments that a level's name stands for: an alias' own; empty for a name of the chart or a row."""
+    return dict(ALIASES[level].options) if isinstance(level, str) and level in ALIASES else {}

@@ -18,6 +18,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import NoReturn
 
+from nemo_lowprec.extras import needs_extras
 from nemo_lowprec.quiet import quiet
 
 # Imports are inside the functions: a command answers --help and mistakes before it loads torch.
@@ -195,6 +196,18 @@ def _hydra(command: str, arguments: Sequence[str]) -> None:
     run_job(command, arguments)
 
 
+def _migrate(arguments: Sequence[str]) -> None:
+    """rewrite scripts for Lightning's Transformer Engine, Accelerate's FP8 or MS-AMP; prints a diff"""
+    parser = argparse.ArgumentParser("nemo-lowprec migrate", description=_migrate.__doc__)
+    parser.add_argument("scripts", nargs="+", help="Python files")
+    parser.add_argument("--write", action="store_true", help="rewrite the files in the place of printing a diff")
+    options = parser.parse_args(arguments)
+
+    from nemo_lowprec.migrate.command import migrate
+
+    migrate(options.scripts, options.write)
+
+
 def _levels(arguments: Sequence[str]) -> None:
     """print the precision chart"""
     argparse.ArgumentParser("nemo-lowprec levels", description=_levels.__doc__).parse_args(arguments)
@@ -203,7 +216,7 @@ def _levels(arguments: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from nemo_lowprec.chart import CHART
+    from nemo_lowprec.chart import ALIASES, CHART
 
     # 80 columns: the longest name has 38 letters.
     headings = ("\nLevel", "\nGEMM", "\nComm", "\nWeight", "Master\nweight", "Weight\ngrad", "Optimizer\nstates")
@@ -211,7 +224,9 @@ def _levels(arguments: Sequence[str]) -> None:
     table.caption = "*: FP8 with fp8_params=True"
     for level in CHART.values():
         table.add_row(*(cell.replace(", FP8 with fp8_params", "*") for cell in level.columns().values()))
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    console.print(f"Megatron-Bridge's names of levels with arguments: {', '.join(ALIASES)}")
 
 
 def _check_exists(path: str | None) -> None:
@@ -234,6 +249,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
         _inspect,
         _doctor,
         _export,
+        _migrate,
         _levels,
     )
 }
@@ -255,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # argparse reads the first word only: the other words may be Hydra overrides, which argparse must not interpret.
     chosen = parser.parse_args(arguments[:1]).command
     try:
-        with quiet():
+        with quiet(), needs_extras("This command"):
             _COMMANDS[chosen](arguments[1:])
     except KeyboardInterrupt:
         return 130

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_lowprec.chart import CHART, get_level
+from nemo_lowprec.chart import ALIASES, CHART, get_level
 from nemo_lowprec.conf.choices import arguments_of
 from nemo_lowprec.lines import did_you_mean, help_page, nearest
 from nemo_lowprec.options import check_option, option_defaults
@@ -166,7 +166,7 @@ def check_level(text: str) -> str | None:
     if call is None or "." in call[0] or call[0].lower() in ("none", "null"):
         return None
     name, arguments = call
-    if name not in CHART and _has_workspace():
+    if name not in CHART and name not in ALIASES and _has_workspace():
         return None
     try:
         get_level(name)

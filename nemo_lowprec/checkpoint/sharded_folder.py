@@ -12,17 +12,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from nemo_lowprec.checkpoint.dcp_folder import CheckedReader, FolderWriter, read_index, read_tensors, write_checksums
 from nemo_lowprec.checkpoint.partial_gradients import partial_gradients
 from nemo_lowprec.checkpoint.torch_zip import load
 from nemo_lowprec.checkpoint.writing import (
@@ -38,6 +34,11 @@ from nemo_lowprec.comm import raise_together
 from nemo_lowprec.formats import FP16, compute_amax
 from nemo_lowprec.tensors import BlockShard, HalfShard
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_rows, local_shard
+
+# Functions import torch.distributed.checkpoint, a third of a second, and ``dcp_folder``, which imports it: a run without
+# folders needs neither.
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 META = "meta.pt"
 # Prefixes of the keys of weights and of an unfinished step's gradients; the other keys belong to optimizer states.
@@ -87,6 +88,10 @@ def begin_sharded(checkpoint: dict[str, Any], path: Path, copied: bool = False) 
             tensors[key] = as_dtensor_like(local_shard(value.detach()).to("cpu", copy=True), value)
 
     def write(part: Path, group: dist.ProcessGroup | None) -> None:  # the first process returns when all have written
+        import torch.distributed.checkpoint as dcp
+
+        from nemo_lowprec.checkpoint.dcp_folder import FolderWriter
+
         dcp.save(tensors, storage_writer=FolderWriter(part, sync_files=True), process_group=group)
 
     return begin_folder(path, {**checkpoint, "optimizer_states": rest}, write)
@@ -109,6 +114,8 @@ def begin_folder(
     torch.save(rest, serialized)
 
     def complete() -> None:
+        from nemo_lowprec.checkpoint.dcp_folder import write_checksums
+
         (part / META).write_bytes(serialized.getvalue())
         write_checksums(part)
         put_in_place(path)
@@ -130,6 +137,8 @@ def _writing_folder(path: Path, group: dist.ProcessGroup | None = None) -> Itera
     Raises:
         NotWrittenError: on all processes, naming ``path`` and the cause.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         with writing(path):
             try:
@@ -172,6 +181,10 @@ def read_folder(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> di
     Raises:
         ValueError: on all processes, if the folder is damaged or holds an object that may run code.
     """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from nemo_lowprec.checkpoint.dcp_folder import CheckedReader, read_tensors
+
     problem: ValueError | None = None
     try:
         checkpoint: dict[str, Any] = load(path / META)
@@ -212,6 +225,10 @@ def open_folder(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
         ValueError: a file is missing, cut short or damaged.
     """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from nemo_lowprec.checkpoint.dcp_folder import read_index
+
     checkpoint: dict[str, Any] = load(path / META)
     checkpoint.pop("optimizer_states", None)
     return checkpoint, {
@@ -228,6 +245,8 @@ def read_weights(path: Path, weights: dict[str, Tensor]) -> Iterator[tuple[str, 
         path: of the folder.
         weights: names, shapes and dtypes, from ``open_folder``; the order is kept.
     """
+    from nemo_lowprec.checkpoint.dcp_folder import CheckedReader, read_tensors
+
     batch: dict[str, Tensor] = {}
     names = list(weights)
     for i, name in enumerate(names):

@@ -98,6 +98,11 @@ class FsdpUnit:
                 owner.mp_policy = policy
         self._state._mp_policy = policy
 
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether the next backward pass reduces the unit's gradients onto their shards."""
+        return self.group is None or self.group.reduce_grads
+
     def params(self) -> list[Any]:
         """FSDP2's record (``FSDPParam``) of each parameter."""
         return list(self.group.fsdp_params) if self.group is not None else []

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.strategies.model_parallel import _materialize_distributed_module as materialize
+from lightning.fabric.strategies.strategy import _validate_keys_for_strict_loading as check_keys
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.overrides.distributed import _sync_module_states as broadcast_states
@@ -16,7 +17,7 @@ from lightning.pytorch.trainer import call
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["broadcast_states", "materialize", "optimizers_to_device"]
+__all__ = ["broadcast_states", "check_keys", "materialize", "optimizers_to_device"]
 
 HPARAMS_ATTRIBUTE = "_hparams_initial"  # of a module: what the Trainer logs
 LOGS_HPARAMS_ATTRIBUTE = "_log_hyperparams"  # of a module
@@ -152,3 +153,17 @@ def save_last(callback: ModelCheckpoint, trainer: pl.Trainer) -> bool:
     finally:
         callback.save_last, callback._last_global_step_saved = wanted, step
     return True
+
+
+# Fabric
+
+
+def saves_a_folder(strategy: Any) -> bool:
+    """The argument ``save_distributed_checkpoint`` of ModelParallelStrategy."""
+    return strategy._save_distributed_checkpoint
+
+
+def states_of(strategy: Any, state: dict[str, Any], filter: dict[str, Any] | None = None) -> dict[str, Any]:
+    """``state`` with the ``state_dict`` of each object in the object's place, entries chosen by ``filter``."""
+    states: dict[str, Any] = strategy._convert_stateful_objects_in_state(state, filter=filter or {})
+    return states

@@ -165,12 +165,17 @@ def _leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     if torch.compiler.is_compiling() or not _opened.stack or _opened.stack[-1][0] is not module:
         return None
     _opened.stack.pop()[1].__exit__(None, None, None)
-    return tree_map(_widen, output)
+    return widened(output)
 
 
 @outside_graphs
 def _leave_half(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     return _leave(module, args, kwargs, output)
+
+
+def widened(output: Any) -> Any:
+    """``output``, a tree of tensors, with FP32 for half precision."""
+    return tree_map(_widen, output)
 
 
 def _widen(leaf: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_lowprec.chart import CHART
+from nemo_lowprec.chart import ALIASES, CHART, get_level, preset_of
 from nemo_lowprec.options import option_defaults
 
 CONF_DIR = Path(__file__).parent
@@ -14,8 +14,10 @@ GROUPS = ("precision", *sorted(p.name for p in CONF_DIR.iterdir() if p.is_dir() 
 
 
 def choices_of(group: str, folders: Sequence[Path] = ()) -> list[str]:
-    """Names of a group's choices: the levels for ``precision``, and the files in the package's and in more folders."""
-    names = list(CHART) if group == "precision" else []
+    """Names of a group's choices: the levels and aliases for ``precision``, and the files in the package's folder and
+    in more folders.
+    """
+    names = [*CHART, *ALIASES] if group == "precision" else []
     for folder in (CONF_DIR, *folders):
         names += sorted(str(f.relative_to(folder / group).with_suffix("")) for f in (folder / group).rglob("*.yaml"))
     return list(dict.fromkeys(names))
@@ -38,12 +40,16 @@ def file_of(group: str, choice: str, folders: Sequence[Path] = ()) -> Path | Non
 
 
 def register_levels() -> None:
-    """Puts every level into Hydra's ConfigStore: its function as ``_target_``, its arguments with their defaults."""
+    """Puts every level into Hydra's ConfigStore: its function as ``_target_``, its arguments with their defaults.
+
+    An alias is its level with other defaults.
+    """
     from hydra.core.config_store import ConfigStore  # nemo-lowprec run reads the choices without Hydra
 
     store = ConfigStore.instance()
-    for name, level in CHART.items():
-        node: dict[str, Any] = {"_target_": f"nemo_lowprec.{name}", "_convert_": "all"}
-        for argument, value in option_defaults(level).items():
+    for name in (*CHART, *ALIASES):
+        level = get_level(name)
+        node: dict[str, Any] = {"_target_": f"nemo_lowprec.{level.name}", "_convert_": "all"}
+        for argument, value in (option_defaults(level) | preset_of(name)).items():
             node[argument] = list(value) if isinstance(value, tuple) else value
         store.store(group="precision", name=name, node=node, provider="nemo_lowprec.chart")

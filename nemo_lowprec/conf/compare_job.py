@@ -62,6 +62,7 @@ def compare_job(found: CompareLine) -> None:
     Raises:
         ValueError: the folder holds a comparison with other settings, or a run cannot be compared.
         RuntimeError: trainings have failed; the others are compared first.
+        MissingPackageError: a package that the page needs is not installed.
     """
     if found.folders:
         _show(found.folders, found.out or Path(_PAGE))
@@ -69,6 +70,7 @@ def compare_job(found: CompareLine) -> None:
     trainings = trainings_of(found)
     _check_settings(found)
     missing = [training for training in trainings if not training.has_ended]
+    check_packages()  # before hours of training
     done = len(trainings) - len(missing)
     if done:
         print(f"{done} of {len(trainings)} runs in {found.output_dir} have ended and are not trained again.")

@@ -50,7 +50,7 @@ def own_words() -> Iterator[None]:
         cause = error.__cause__
         if isinstance(cause, ValueError | TypeError | MisconfigurationException):
             raise type(cause)(str(cause)) from error
-        if isinstance(cause, RuntimeError):  # its traceback tells whether this package or torch raised it
+        if isinstance(cause, RuntimeError | MissingPackageError):  # its traceback tells whether this package or torch raised it
             raise cause from cause.__cause__
         # Objects are only being made: an exception of another library is about the arguments.
         raise ValueError(one_sentence(error if cause is None else cause)) from error

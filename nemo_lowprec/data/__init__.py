@@ -9,8 +9,7 @@ loader      a data loader whose position is part of the checkpoint
 module      the LightningDataModule that prepares, opens and loads the data
 """
 
-from importlib import import_module
-from typing import Any
+from nemo_lowprec.lazy import lazily
 
 _HOME = {
     "Document": "corpus",
@@ -29,9 +28,5 @@ _HOME = {
 }
 __all__ = list(_HOME)
 
-
 # Lazy, because Lightning, tokenizers and Megatron-core each take seconds to import.
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__, __dir__ = lazily(__name__, _HOME)

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from nemo_lowprec.extras import needs_extras
+
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER_BYTES = 34
 _AT_ONCE = 1 << 22  # entries of the index
@@ -40,12 +42,12 @@ def import_megatron(name: str) -> Any:
     """
     with quiet_megatron():
         try:
-            return importlib.import_module(f"megatron.core.{name}")
+            with needs_extras("Reading Megatron's .bin/.idx data files"):
+                return importlib.import_module(f"megatron.core.{name}")
         except ModuleNotFoundError as error:
-            missing = "megatron-core" if error.name in ("megatron", "megatron.core") else error.name
             raise ImportError(
-                f"Megatron's .bin/.idx data files need Megatron-core, which does not import without {missing} here: "
-                f"pip install {missing}."
+                f"Megatron's .bin/.idx data files need Megatron-core, which does not import without {error.name} here: "
+                f"pip install {error.name}."
             ) from error
 
 

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
-from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, Subset
 
 from nemo_lowprec.arguments import checked
 from nemo_lowprec.data.loader import Batch, ResumableLoader, validation_loader
 from nemo_lowprec.data.packed import PackedDataset
 from nemo_lowprec.data.prepare import DEFAULT_VOCAB_SIZE, PreparedData, is_prepared, open_prepared, prepare_data
-from nemo_lowprec.data.tokenizer import check_vocab_size, load_tokenizer
+from nemo_lowprec.data.tokenizer import Tokenizer, check_vocab_size, load_tokenizer
 
 
 class TextDataModule(LightningDataModule):

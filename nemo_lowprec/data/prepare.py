@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from tokenizers import Tokenizer
 
 from nemo_lowprec.arguments import checked
 from nemo_lowprec.checkpoint.writing import writing
@@ -38,6 +37,7 @@ from nemo_lowprec.data.indexed import import_megatron, open_indexed
 from nemo_lowprec.data.tokenizer import (
     END_OF_DOCUMENT,
     MIN_VOCAB_SIZE,
+    Tokenizer,
     check_vocab_size,
     encode_documents,
     load_tokenizer,

@@ -8,9 +8,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from nemo_lowprec.arguments import RANGES, check_value
+from nemo_lowprec.extras import needs_extras
+
+with needs_extras("nemo_lowprec.data"):
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_DOCUMENT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # the bytes and the end of a document
@@ -80,7 +82,8 @@ def load_transformers_tokenizer(path: Path) -> Any:
     Raises:
         ValueError: There is no tokenizer at `path`.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    with needs_extras("A tokenizer of transformers"):
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     file = path / "tokenizer.json" if path.is_dir() else path
     try:

@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from nemo_lowprec.chart import PrecisionLevel, get_level
+from nemo_lowprec.chart import PrecisionLevel, get_level, preset_of
 from nemo_lowprec.compute import is_converted
 from nemo_lowprec.compute.attention import prefer_attention_in
 from nemo_lowprec.compute.half_layers import autocast_forward
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.loops.plain_loop import PlainLoop, UnderDDP, refuse_sharded
-from nemo_lowprec.options import LossScaleConfig, parse_options
+from nemo_lowprec.options import LossScaleConfig, Options, parse_options
 from nemo_lowprec.tensors import QuantizedTensor
 
 log = logging.getLogger("nemo_lowprec")
@@ -51,7 +51,7 @@ def prepare(
         model: any module.
         optimizer: any of torch's over the model's parameters (where the level has low-bit states Adam, AdamW, SGD or
             Muon, or this package's Lion or Muon); None for AdamW with torch's defaults.
-        level: name of the level, or a row of your own.
+        level: name of the level, an alias (``chart.ALIASES``), or a row of your own.
         options: the arguments of the level (``nemo_lowprec.bf16_with_fp8_mixed`` has them), but for ``half`` and the
             loss scale, which are ``torch.autocast``'s and ``GradScaler``'s here.
 
@@ -64,6 +64,24 @@ def prepare(
             changed.
         TypeError: an unknown option.
     """
+    for name in ("half", *LossScaleConfig.arguments()):
+        if name in options:
+            raise TypeError(
+                f"A loop takes no {name!r}: torch.autocast chooses the half format, and GradScaler the loss scale."
+            )
+    parsed = parse_options(get_level(level), preset_of(level) | options)
+    return prepare_parsed(model, optimizer, parsed, torch.float32 if parsed.level.is_low_bit else None)
+
+
+def prepare_parsed(
+    model: nn.Module, optimizer: Optimizer | None, parsed: Options, reads_as: torch.dtype | None = None
+) -> tuple[nn.Module, Optimizer]:
+    """``prepare`` with checked arguments.
+
+    Args:
+        reads_as: dtype that weights stored in FP16 read as, in a loop that turns autocast on; None: the level's half
+            dtype, under autocast to which every forward pass then runs.
+    """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     if isinstance(model, DistributedDataParallel):
@@ -71,14 +89,7 @@ def prepare(
     refuse_sharded(model)
     if is_converted(model) or any(isinstance(p, QuantizedTensor) for p in model.parameters()):
         raise ValueError("This model is converted already: prepare the plain model, once.")
-    for name in ("half", *LossScaleConfig.arguments()):
-        if name in options:
-            raise TypeError(
-                f"A loop takes no {name!r}: torch.autocast chooses the half format, and GradScaler the loss scale."
-            )
-    parsed = parse_options(get_level(level), options)
-    row = parsed.level
-    engine = Engine(replace(parsed, loss_scale=None), torch.float32 if row.is_low_bit else None)
+    engine = Engine(replace(parsed, loss_scale=None), reads_as)
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters())
     if type(optimizer).__module__.partition(".")[0] == "accelerate":
@@ -97,14 +108,14 @@ def prepare(
     prefer_attention_in(model, parsed.attention)
     PlainLoop(engine, model, optimizer)
     UnderDDP(engine, model)
-    if not row.is_low_bit:
+    if reads_as is None:
         autocast_forward(model, engine.half)
-    _say_what_is_converted(engine)
-    engine.columns.computation.when_decided = partial(_say_what_is_converted, engine)
+    say_what_is_converted(engine)
+    engine.columns.computation.when_decided = partial(say_what_is_converted, engine)
     return model, optimizer
 
 
-def _say_what_is_converted(engine: Engine) -> None:
+def say_what_is_converted(engine: Engine) -> None:
     """On the first process, log the table of layers and matrices, and warn where few matrices are converted."""
     found = engine.columns.computation.describe()
     if found is None or (dist.is_initialized() and dist.get_rank()):

@@ -9,7 +9,7 @@ import torch
 from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.compat.transformer_engine import import_te
 
-_NO_MEGATRON = "MegatronStrategy needs Megatron-core: pip install megatron-core ({})."
+_NO_MEGATRON = "MegatronStrategy needs Megatron-core: pip install 'nemo-lowprec[megatron]' ({})."
 
 
 def check_megatron() -> None:
@@ -33,7 +33,8 @@ def check_megatron() -> None:
         "MegatronStrategy needs Transformer Engine for Megatron-core's layers: pip install 'nemo-lowprec[te]'"
     )
     try:
-        import megatron.core  # noqa: F401
+        import megatron.core
+        import psutil  # noqa: F401  (Megatron-core's checkpoints wait for ever without)
     except ImportError as error:
         raise RuntimeError(_NO_MEGATRON.format(error)) from error
 

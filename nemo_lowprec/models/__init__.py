@@ -11,8 +11,7 @@ export       a checkpoint's weights as safetensors that transformers loads
 saved_weights, cast  read and round the weights for export
 """
 
-from importlib import import_module
-from typing import Any
+from nemo_lowprec.lazy import lazily
 
 _HOME = {
     "CausalLM": "causal_lm",
@@ -26,9 +25,5 @@ _HOME = {
 }
 __all__ = list(_HOME)
 
-
 # Lazy, because Lightning and transformers take seconds to import.
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__, __dir__ = lazily(__name__, _HOME)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le, Lt, MinLen
 
 from nemo_lowprec.arguments import AtLeast0, check_value
+from nemo_lowprec.extras import needs_extras
 from nemo_lowprec.lines import one_line
 
 _MAX_LAYERS = 10_000
@@ -31,7 +32,8 @@ def check_architecture(model_type: str, fields: Mapping[str, Any], prefix: str =
         ValueError: an unknown architecture or field, a value that a field does not take, or sizes that do not fit
             together.
     """
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
+    with needs_extras("A model of the recipes"):
+        from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     try:
         kind = CONFIG_MAPPING[model_type]

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from nemo_lowprec.arguments import checked
 from nemo_lowprec.checkpoint.torch_zip import check_file, reading
+from nemo_lowprec.extras import needs_extras
 from nemo_lowprec.lines import one_line
 from nemo_lowprec.models.architecture import check_architecture
 from nemo_lowprec.models.loss import IGNORE, summed_cross_entropy
@@ -121,7 +122,8 @@ class CausalLM(LightningModule):
         """Makes the weights, in FP32; a second call does nothing."""
         if self.model is not None:
             return
-        from transformers import AutoModelForCausalLM
+        with needs_extras("CausalLM"):
+            from transformers import AutoModelForCausalLM
 
         config = self.transformers_config()
         seed = self.hparams["init_seed"]
@@ -144,7 +146,8 @@ class CausalLM(LightningModule):
         Raises:
             ValueError: see the class.
         """
-        from transformers import AutoConfig
+        with needs_extras("CausalLM"):
+            from transformers import AutoConfig
 
         vocab_size = self._resolve_vocab_size()
         fields = {"use_cache": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nemo_lowprec.chart import CHART, PrecisionLevel
 from nemo_lowprec.checkpoint.dcp_folder import write_checksums
 from nemo_lowprec.checkpoint.writing import sync_file, writing
-from nemo_lowprec.data.tokenizer import load_transformers_tokenizer
+from nemo_lowprec.extras import needs_extras
 from nemo_lowprec.lines import abbreviate, pair_lines
 from nemo_lowprec.models.cast import Cast
 from nemo_lowprec.models.causal_lm import CausalLM
@@ -242,6 +241,8 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _write_bare(part: Path, saved: SavedWeights, cast: Cast) -> int:
+    with needs_extras("export_checkpoint"):
+        from safetensors.torch import save_file
     weights: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in saved.read(saved.tensors):
@@ -254,6 +255,8 @@ def _write_bare(part: Path, saved: SavedWeights, cast: Cast) -> int:
 
 
 def _write_tokenizer(part: Path, model: Any, path: str | Path) -> None:
+    from nemo_lowprec.data.tokenizer import load_transformers_tokenizer
+
     tokenizer = load_transformers_tokenizer(Path(path))
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(

@@ -21,8 +21,8 @@ from nemo_lowprec.checkpoint.writing import NotWrittenError, file_in_place
 from nemo_lowprec.comm import raise_together
 
 
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place, renames it when it is on the disk, and reads no damaged checkpoint.
+class AtomicFileIO(TorchCheckpointIO):
+    """Writes a file beside its place, renames it when it is on the disk, and reads no damaged file.
 
     Lightning writes to the folder of temporary files, copies the file to another disk over the earlier checkpoint, and
     compares no checksums. Lightning still writes remote paths (``s3://``).
@@ -38,19 +38,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     @override
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Compare the checksums of a checkpoint, and open it.
+        """Compare the checksums of a file, and open it.
 
         Raises:
-            ValueError: the file is damaged, or no checkpoint of a LightningModule.
+            ValueError: the file is damaged.
         """
         if "://" in str(path):
             return self._load_remote(str(path), *args, **kwargs)
         check_file(Path(path).expanduser())
         with reading(path):
-            checkpoint = super().load_checkpoint(path, *args, **kwargs)
-        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-            raise ValueError(f"{path} is no checkpoint of a LightningModule: it has no 'state_dict'.")
-        return checkpoint
+            return super().load_checkpoint(path, *args, **kwargs)
 
     def _load_remote(self, url: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Download the checkpoint, and read the local file."""
@@ -61,6 +58,22 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 return self.load_checkpoint(local, *args, **kwargs)
             except ValueError as error:
                 raise ValueError(str(error).replace(str(local), url)) from error
+
+
+class AtomicCheckpointIO(AtomicFileIO):
+    """``AtomicFileIO`` for checkpoints of the Trainer."""
+
+    @override
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Compare the checksums of a checkpoint, and open it.
+
+        Raises:
+            ValueError: the file is damaged, or no checkpoint of a LightningModule.
+        """
+        checkpoint = super().load_checkpoint(path, *args, **kwargs)
+        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+            raise ValueError(f"{path} is no checkpoint of a LightningModule: it has no 'state_dict'.")
+        return checkpoint
 
 
 # Lightning restores weights before it calls any hook of a Precision plugin, and saves without calling one. So the two

@@ -1,4 +1,4 @@
-"""Makes one function for each row of the chart; its signature has exactly the arguments of the row."""
+"""Makes one function for each row of the chart and each alias; its signature has exactly the arguments of the row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from inspect import Parameter, Signature
 from typing import Any
 
-from nemo_lowprec.chart import CHART, PrecisionLevel
+from nemo_lowprec.chart import ALIASES, CHART, get_level, preset_of
 from nemo_lowprec.lines import text_lines
 from nemo_lowprec.options import LayerFilter, LossScaleConfig, LowBitOptions, Recipe, option_defaults
 from nemo_lowprec.plugins.precision import LowPrecision
@@ -66,12 +66,15 @@ _TEXTS = {name: text for cls in _CLASSES for name, text in _texts_of(cls).items(
 }
 
 
-def _factory(level: PrecisionLevel) -> Callable[..., LowPrecision]:
-    def build(**options: Any) -> LowPrecision:
-        return LowPrecision(level.name, **options)
+def _factory(name: str) -> Callable[..., LowPrecision]:
+    """The function of a level or an alias."""
+    level, preset = get_level(name), preset_of(name)
 
-    defaults = option_defaults(level)
-    build.__name__ = build.__qualname__ = level.name
+    def build(**options: Any) -> LowPrecision:
+        return LowPrecision(name, **options)
+
+    defaults = option_defaults(level) | preset
+    build.__name__ = build.__qualname__ = name
     build.__module__ = "nemo_lowprec"
     arguments = [line for name in defaults for line in text_lines(f"{name}: {_TEXTS.get(name, '')}", 4, hanging=8)]
     build.__doc__ = "\n".join([f"{level.summary}.", "", *(["Args:", *arguments, ""] if defaults else [])])
@@ -86,4 +89,5 @@ def _factory(level: PrecisionLevel) -> Callable[..., LowPrecision]:
     return build
 
 
-LEVELS: dict[str, Callable[..., LowPrecision]] = {name: _factory(level) for name, level in CHART.items()}
+LEVELS: dict[str, Callable[..., LowPrecision]] = {name: _factory(name) for name in CHART}
+ALIASED: dict[str, Callable[..., LowPrecision]] = {name: _factory(name) for name in ALIASES}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from nemo_lowprec.chart import PrecisionLevel, get_level
+from nemo_lowprec.chart import PrecisionLevel, get_level, preset_of
 from nemo_lowprec.comm import give_back_to_ddp
 from nemo_lowprec.compat.lightning import trainer_of
 from nemo_lowprec.engine import DTYPES, Engine, Step
@@ -41,8 +41,8 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     """A level of the precision chart as a plugin of ``lightning.pytorch.Trainer``.
 
     Args:
-        level: a level's name; each level is also a function, ``nemo_lowprec.bf16_mixed()`` for example. Or a row of
-            your own, ``dataclasses.replace(CHART["bf16_mixed"], name="mine", comm="bf16")``.
+        level: a level's name, or an alias (``chart.ALIASES``); each is also a function, ``nemo_lowprec.bf16_mixed()``
+            for example. Or a row of your own, ``dataclasses.replace(CHART["bf16_mixed"], name="mine", comm="bf16")``.
         options: the level's arguments.
 
     Raises:
@@ -59,6 +59,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     meets_at_start = True  # read by agreement.py
 
     def __init__(self, level: str | PrecisionLevel, **options: Any) -> None:
+        options = preset_of(level) | options
         self.parsed = parsed = parse_options(get_level(level), options)
         row = self.level = parsed.level
         self.options = options

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
+from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.comm import check_same, leave_to_ddp, take_from_ddp
 from nemo_lowprec.compat.lightning import ddp_hook, ddp_options
 from nemo_lowprec.engine import Engine
@@ -40,7 +41,7 @@ def prepare(module: pl.LightningModule, strategy: Strategy, engine: Engine) -> N
             **facts_of_data(trainer),
             **({} if strategy.restore_checkpoint_after_setup else facts_of_resume(trainer)),
             **versions(),
-            "the model's parameters": _parameters(module),
+            "the model's parameters": parameters_digest(module),
         }
     )
     engine.columns.comm.check_averaging()
@@ -75,7 +76,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _parameters(module: nn.Module) -> str:
+def parameters_digest(module: nn.Module) -> str:
     """The number of parameters, and a digest of their names, dtypes and shapes."""
     named = [(n, p, isinstance(p, UninitializedParameter)) for n, p in module.named_parameters()]
     shapes = [(n, str(p.dtype), p.requires_grad, *(() if shapeless else p.shape)) for n, p, shapeless in named]
@@ -123,8 +124,11 @@ def wraps(strategy: DDPStrategy) -> bool:
     return not hasattr(strategy, "require_backward_grad_sync")
 
 
+def leaves_ddp(level: PrecisionLevel) -> bool:
+    """Whether our reducer averages the level's gradients: DDP's sends gradients in the parameter's dtype only."""
+    return level.has_half_weights or level.comm != "fp32"
+
+
 def _replaces_ddp(strategy: Strategy, engine: Engine) -> bool:
-    """Whether our reducer averages the gradients; DDP's reducer sends gradients in the parameter's dtype only."""
-    return isinstance(strategy, DDPStrategy) and (
-        engine.level.has_half_weights or engine.level.comm != "fp32" or not wraps(strategy)
-    )
+    """Whether our reducer averages the gradients."""
+    return isinstance(strategy, DDPStrategy) and (leaves_ddp(engine.level) or not wraps(strategy))

@@ -17,10 +17,10 @@ and on the command line, with or without nemo_run's own ``nemorun lowprec pretra
 The factories return configs. To train without nemo_run, pass ``nemo_lowprec.fp16_mixed()`` to the Trainer.
 """
 
-try:
+from nemo_lowprec.extras import needs_extras
+
+with needs_extras("nemo_lowprec.recipes"):
     import nemo_run as run
-except ImportError as error:
-    raise ImportError("nemo_lowprec.recipes needs nemo_run: pip install nemo-run leptonai==0.27.3") from error
 
 from nemo_lowprec.recipes.context import RecipeContext
 from nemo_lowprec.recipes.factories import FACTORIES, lowprec_ddp, lowprec_megatron, lowprec_sharded, precision_monitor

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 
 from nemo_lowprec.lines import nearest
-from nemo_lowprec.plugins import LEVELS, LowPrecision
+from nemo_lowprec.plugins import ALIASED, LEVELS, LowPrecision
 from nemo_lowprec.recipes.parsers import register_annotations
 from nemo_lowprec.report.monitor import PrecisionMonitor
 from nemo_lowprec.run_arguments import check_level_argument
@@ -48,8 +48,8 @@ def factory(target: Any, name: str | None = None) -> Callable[[F], F]:
 
 
 def _level_factory(name: str) -> Callable[..., run.Config[LowPrecision]]:
-    """A factory with the arguments of the level ``name``, which returns the level's config."""
-    level = LEVELS[name]
+    """A factory with the arguments of the level or alias ``name``, which returns the level's config."""
+    level = (LEVELS | ALIASED)[name]
 
     @wraps(level)
     def build(**arguments: Any) -> run.Config[LowPrecision]:
@@ -88,7 +88,9 @@ register_annotations(LowPrecisionDDPStrategy, LowPrecisionShardedStrategy, Megat
 lowprec_ddp = _strategy_factory(LowPrecisionDDPStrategy)
 lowprec_sharded = _strategy_factory(LowPrecisionShardedStrategy)
 lowprec_megatron = _strategy_factory(MegatronStrategy)
-FACTORIES: dict[str, Callable[..., run.Config[LowPrecision]]] = {name: _level_factory(name) for name in LEVELS}
+FACTORIES: dict[str, Callable[..., run.Config[LowPrecision]]] = {
+    name: _level_factory(name) for name in (*LEVELS, *ALIASED)
+}
 
 
 @factory(Callback)

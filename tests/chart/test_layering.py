@@ -23,7 +23,7 @@ FLOORS = [
     {"plugins", "loops", "msamp"},
     {"strategies"},
     {"models", "data", "report"},
-    {"recipes", "run_arguments", "cli", "conf", "train", "display", "checks"},
+    {"recipes", "run_arguments", "cli", "conf", "train", "display", "checks", "migrate"},
 ]
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
 

@@ -78,7 +78,7 @@ def test_a_missing_package_is_one_sentence_that_says_what_to_install(
     monkeypatch.setattr(builtins, "__import__", absent)
     assert main(["report", str(folder)]) == 2
     error = capsys.readouterr().err
-    assert error == f"nemo-lowprec report: A page needs {missing}: pip install nemo-lowprec[report]\n"
+    assert error == f"nemo-lowprec report: A page needs {missing}: pip install 'nemo-lowprec[report]'\n"
 
 
 def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

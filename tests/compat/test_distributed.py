@@ -97,6 +97,11 @@ def _units(rank):
     assert isinstance(outer, compat.FsdpUnit) and len(outer.group.fsdp_params) == 2
     assert len(outer.params()) == len(inner.params()) == 2  # the outer unit has the second layer
 
+    assert inner.reduces_gradients
+    model.set_requires_gradient_sync(False)
+    assert not inner.reduces_gradients
+    model.set_requires_gradient_sync(True)
+
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     assert inner.policy.param_dtype is None
     inner.set_policy(half)

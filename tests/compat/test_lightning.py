@@ -6,7 +6,9 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
+from lightning.fabric.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelSummary
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -251,3 +253,20 @@ def test_modules_and_optimizers_get_to_their_device():
     optimizer.step()
     compat.optimizers_to_device([optimizer], torch.device("meta"))
     assert optimizer.state[param]["exp_avg"].device.type == "meta"
+
+
+def test_strategies_of_fabric():
+    for folder in (True, False):
+        sharded = ModelParallelStrategy(lambda model, mesh: model, save_distributed_checkpoint=folder)
+        assert compat.saves_a_folder(sharded) is folder
+
+    strategy, linear = SingleDeviceStrategy(torch.device("cpu")), nn.Linear(2, 1)
+    state = {"model": linear, "step": 3}
+    states = compat.states_of(strategy, state, {"model": lambda name, value: name == "bias"})
+    assert states["model"].keys() == {"bias"} and states["step"] == 3
+    assert compat.states_of(strategy, state)["model"].keys() == {"weight", "bias"}
+
+    compat.check_keys(["model"], states.keys(), strict=True)
+    compat.check_keys(["other"], states.keys(), strict=False)
+    with pytest.raises(KeyError, match=r"'other'.*strict=False"):
+        compat.check_keys(["other"], states.keys(), strict=True)

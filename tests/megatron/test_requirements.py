@@ -22,14 +22,14 @@ def test_without_a_gpu(monkeypatch):
 
 def test_without_megatron_core(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core", None)
-    with pytest.raises(RuntimeError, match="needs Megatron-core: pip install megatron-core"):
+    with pytest.raises(RuntimeError, match=r"needs Megatron-core: pip install 'nemo-lowprec\[megatron\]'"):
         MegatronStrategy()
 
 
 def test_a_module_of_the_users_own_named_megatron(monkeypatch):
     monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
     monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
-    with pytest.raises(RuntimeError, match="needs Megatron-core: pip install megatron-core"):
+    with pytest.raises(RuntimeError, match=r"needs Megatron-core: pip install 'nemo-lowprec\[megatron\]'"):
         MegatronStrategy()
 
 

@@ -13,7 +13,7 @@ from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 
 import nemo_lowprec
 from nemo_lowprec import LowPrecision, recipes
-from nemo_lowprec.chart import CHART
+from nemo_lowprec.chart import ALIASES, CHART
 from nemo_lowprec.recipes import tiny
 
 
@@ -22,8 +22,8 @@ def override(*arguments: str) -> run.Config:
     return parse_cli_args(tiny.pretrain_recipe(), list(arguments)).trainer.plugins
 
 
-def test_there_is_a_factory_for_each_level() -> None:
-    assert list(recipes.FACTORIES) == list(CHART)
+def test_there_is_a_factory_for_each_level_and_alias() -> None:
+    assert list(recipes.FACTORIES) == [*CHART, *ALIASES]
 
 
 @pytest.mark.parametrize("name", list(CHART))

@@ -9,15 +9,15 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-# Distributions, with the sentence for each that is not installed. The first three are always there.
+# Distributions, with the sentence for each that is not installed. The first two are always there.
 _PACKAGES = {
     "torch": "",
     "lightning": "",
-    "transformers": "",
+    "transformers": "models and recipes: pip install 'nemo-lowprec[recipes]'",
     "transformer-engine": "FP8 by Transformer Engine, and Megatron-core: pip install 'nemo-lowprec[te]'",
     "triton": "the fused kernels: pip install triton",
-    "megatron-core": "strategy=lowprec_megatron: pip install megatron-core",
-    "nemo-run": "recipes: pip install nemo-run leptonai==0.27.3",
+    "megatron-core": "strategy=lowprec_megatron: pip install 'nemo-lowprec[megatron]'",
+    "nemo-run": "recipes: pip install 'nemo-lowprec[recipes]'",
     "peft": "adapters: pip install peft",
 }
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_lowprec.checkpoint.writing import file_in_place
+from nemo_lowprec.extras import needs_extras
 from nemo_lowprec.report.page import words
 
 
@@ -23,7 +24,7 @@ def page(template: str, contents: dict[str, Any], **said: Any) -> str:
         said: what the template shows.
 
     Raises:
-        RuntimeError: a package that pages need is not installed.
+        MissingPackageError: a package that pages need is not installed.
     """
     environment, library = _library()
     folder = files("nemo_lowprec.report.page")
@@ -42,14 +43,17 @@ def write_page(path: Path, html: str) -> None:
         file.write(html.encode())
 
 
+def check_packages() -> None:
+    """Raise MissingPackageError where a package that pages need is not installed."""
+    _library()
+
+
 @cache
 def _library() -> tuple[Any, str]:
     """The environment of the templates, and the code of Vega-Embed, Vega-Lite and Vega."""
-    try:
+    with needs_extras("A page"):
         import vl_convert
         from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ImportError as error:
-        raise RuntimeError(f"A page needs {error.name}: pip install nemo-lowprec[report]") from error
     loader = PackageLoader("nemo_lowprec.report", "page")
     environment = Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined

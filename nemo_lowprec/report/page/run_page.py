@@ -28,7 +28,7 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
 
     Raises:
         ValueError: there is no run in the folder, or no sample of it yet.
-        RuntimeError: a package that pages need is not installed.
+        MissingPackageError: a package that pages need is not installed.
     """
     run = read_run(folder)
     if not run.steps:

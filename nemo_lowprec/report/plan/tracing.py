@@ -6,6 +6,7 @@ weights that layers keep, are not counted, and a parameter's gradient is counted
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -163,15 +164,15 @@ def trace(
         blocks: the equal blocks that are left in ``model``; the last of them stands for ``times`` ones.
         rules: a context for the forward and the backward pass.
     """
-    from transformers import masking_utils
-
     saved: dict[int, tuple[torch.dtype, int]] = {}
     with ExitStack() as stack:
         for table in (floats._table, gemm_block_scaling._grid, gradient._one):
             stack.callback(table.cache_clear)  # constants that formats keep: those that are made here have no values
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         # transformers would look for several sequences in a row of a batch by the values of positions.
-        replace_attribute(stack, masking_utils, "find_packed_sequence_indices", lambda positions: None)
+        masking_utils = sys.modules.get("transformers.masking_utils")  # its models have imported it
+        if masking_utils is not None:
+            replace_attribute(stack, masking_utils, "find_packed_sequence_indices", lambda positions: None)
         there = _with_fake_tensors(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         sizes = {} if stored_as is None else {id(p): stored_as(p) for p in trained}

@@ -1,7 +1,6 @@
 """MS-AMP's call for a training loop without Lightning: the same engine, driven by the loop's own lines.
 
-``from nemo_lowprec import msamp`` takes the place of ``import msamp``. (The module cannot have the function's name:
-importing it would hide ``nemo_lowprec.initialize``.)
+The module cannot have the function's name: importing it would hide ``msamp.initialize``.
 
 ``autocast``, ``GradScaler``, schedulers and ``DistributedDataParallel`` of torch work as they do on any model.
 """
@@ -13,12 +12,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from nemo_lowprec.grads import clip_grad_norm_
 from nemo_lowprec.loops import prepare
+from nemo_lowprec.msamp import OPT_LEVELS
 
-__all__ = ["OPT_LEVELS", "clip_grad_norm_", "initialize"]
-
-OPT_LEVELS = {"O1": "msamp_o1", "O2": "msamp_o2", "O3": "msamp_o3"}
+__all__ = ["initialize"]
 
 
 def initialize(
@@ -38,7 +35,7 @@ def initialize(
     gradients are averaged with and without DDP, is described at ``nemo_lowprec.prepare``.
 
     Args:
-        model: any module.
+        model: any module. Layers with MS-AMP's attribute ``use_fp32_linear`` set are in ``skip``, too.
         optimizer: torch's Adam, AdamW, SGD or Muon, or this package's Lion or Muon, over its parameters; None for AdamW
             with torch's defaults.
         opt_level: ``O1``, ``O2`` or ``O3``.
@@ -61,4 +58,9 @@ def initialize(
             raise ValueError("use_te and backend choose the same thing: pass one of them.")
         on_gpu = isinstance(model, nn.Module) and any(p.is_cuda for p in model.parameters())
         options["backend"] = "te" if use_te else "torch" if on_gpu else "reference"
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()  # prepare refuses anything else
+    kept = [name for name, module in modules if getattr(module, "use_fp32_linear", False)]
+    if kept:
+        skip = options.get("skip") or ()
+        options["skip"] = [*((skip,) if isinstance(skip, str) else skip), *kept]
     return prepare(model, optimizer, OPT_LEVELS[opt_level], **options)

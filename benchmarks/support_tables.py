@@ -1,0 +1,68 @@
+"""The tables of docs/support.rst: versions and GPUs, from pyproject.toml and from what results name."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from benchmarks.record import RESULTS, read
+from benchmarks.rst import block, rst_table
+
+__all__ = ["gpu_tests", "ran_on", "versions"]
+
+_ROOT = Path(__file__).parent.parent
+_SHOWN = ("torch", "lightning", "transformers", "transformer-engine", "megatron-core", "timm")
+
+
+def versions() -> str:
+    """The ranges that a package of this version asks for."""
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
+    pinned = dict(re.findall(r"^(\S+)==(\S+)", (_ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    asked = [("Python", project["requires-python"], "always")]
+    extras = project["optional-dependencies"]
+    for extra, requirements in ({"always": project["dependencies"]} | extras).items():
+        for text in requirements:
+            requirement = Requirement(text)
+            if requirement.name != project["name"]:
+                when = extra if extra == "always" else f"``[{extra}]``"
+                asked.append((requirement.name, str(requirement.specifier) or "any", when))
+    rows = [(name, of, when, pinned.get(name, "–")) for name, of, when in asked]
+    said = f"``constraints.txt`` pins {len(pinned)} packages to versions that the tests run with on a CPU."
+    return block(said, rst_table(("Package", "Range", "Asked for", "constraints.txt"), rows))
+
+
+def ran_on() -> str:
+    """Machines and versions of all files of results."""
+    files: dict[tuple[str, ...], list[str]] = {}
+    for path in sorted(RESULTS.glob("*.jsonl")):
+        for source in read(path)[0]:
+            named = ", ".join(f"{n} {v}" for n in _SHOWN if (v := source["versions"].get(n)))
+            gpu = f"{source['gpus']} × {source['gpu']}" if source["gpu"] else "a CPU"
+            found = files.setdefault((gpu, source.get("cuda") or "–", named), [])
+            if path.stem not in found:
+                found.append(path.stem)
+    together: dict[tuple[str, ...], Counter[str]] = {}
+    for (gpu, cuda, named), stems in files.items():
+        together.setdefault((gpu, cuda), Counter())[named] += len(stems)
+    rows = [
+        (gpu, cuda, max(of, key=lambda named: of[named]), str(sum(of.values())))
+        for (gpu, cuda), of in sorted(together.items(), key=lambda item: -sum(item[1].values()))
+    ]
+    kinds = sorted({gpu.rpartition("× ")[2] for gpu, *_ in rows if gpu != "a CPU"})
+    said = f"Figures come from {len(kinds)} kinds of GPU: {' and '.join(kinds)}."
+    return block(said, rst_table(("Machine", "CUDA", "Versions of most files", "Files of results"), rows))
+
+
+def gpu_tests() -> str:
+    """Outcomes of the tests that need a GPU, by file."""
+    origins, figures = read(RESULTS / "gpu_tests_h200.jsonl")
+    files = [f for f in figures if f["benchmark"] == "gpu_tests"]
+    passed, failed = (sum(f[key] for f in files) for key in ("passed", "failed"))
+    rows = [(f"``{f['file']}``", *(str(f[key]) for key in ("passed", "failed", "skipped"))) for f in files]
+    dates = sorted({source["date"] for source in origins})
+    said = f"{passed:,} tests passed and {failed} failed on {origins[0]['gpu']}, {' and '.join(dates)}."
+    return block(said, rst_table(("File", "passed", "failed", "skipped"), rows))

@@ -1,0 +1,39 @@
+"""The site: ``sphinx-build -W --keep-going -b html docs build/site``.
+
+Pages are reStructuredText that GitHub's viewer shows, too. What the site adds is in ``_extensions/``.
+"""
+
+import sys
+from pathlib import Path
+
+_DOCS = Path(__file__).parent
+sys.path[:0] = [str(_DOCS / "_extensions"), str(_DOCS.parent)]
+
+from nemo_lowprec import __version__  # noqa: E402
+
+project = "nemo_lowprec"
+version = release = __version__
+copyright = "the authors of nemo_lowprec, Apache-2.0"
+extensions = [
+    *("sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "myst_parser"),
+    *("page_links", "tables_behind", "llms_txt"),
+]
+exclude_patterns = ["_extensions"]
+include_patterns = ["**.rst"]
+
+html_theme = "furo"
+html_title = f"nemo_lowprec {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = html_show_sourcelink = False
+html_theme_options = {"navigation_with_keys": True}
+copybutton_prompt_text = "$ "
+
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_member_order = "bysource"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+tables_behind = ["measured", "advising"]

@@ -1,0 +1,95 @@
+"""transformers' ``Trainer`` at a level of the chart.
+
+.. code-block:: python
+
+   from nemo_lowprec.transformers import LowPrecisionTrainer
+
+   trainer = LowPrecisionTrainer(model, TrainingArguments("out", bf16=True), train_dataset=data, level="msamp_o2")
+   trainer.train()
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+from transformers import PreTrainedModel, Trainer
+
+from nemo_lowprec.chart import PrecisionLevel
+from nemo_lowprec.compat.accelerate import forget_prepared
+from nemo_lowprec.engine import Engine
+from nemo_lowprec.loops.accelerated import check_options, choose, convert, scale_loss
+
+__all__ = ["LowPrecisionTrainer"]
+
+
+class LowPrecisionTrainer(Trainer):
+    """``Trainer`` that trains its model at a level, on one device and with DistributedDataParallel.
+
+    The model is converted with the Trainer's optimizer when training starts, before a checkpoint's optimizer state is
+    loaded. Checkpoints and ``save_model`` hold plain weights under the model's own names: master weights where the
+    level has them. A run resumes bit for bit at its level. ``evaluate`` before ``train`` computes as the plain model.
+
+    Levels in FP16 train with ``TrainingArguments(fp16=True)``, which scales the loss, on a CPU, too; levels in BF16 with
+    ``bf16=True`` or with neither. The MS-AMP levels take any of the three, and neither as BF16.
+
+    Args:
+        args: as ``Trainer``'s, by position, with the keywords of ``Trainer`` among ``options``.
+        level: name of the level, or a row of your own.
+        level_options: the arguments of the level, but for the loss scale.
+        options: keywords of ``Trainer``.
+
+    Raises:
+        ValueError: a level that does not agree with ``fp16`` and ``bf16``, FSDP or DeepSpeed, ``fp16_full_eval`` or
+            ``bf16_full_eval``, ``gradient_release`` with clipping or accumulation; when training starts, others as
+            ``nemo_lowprec.prepare``.
+        TypeError: an unknown option of the level.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        level: str | PrecisionLevel,
+        level_options: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self._level, self._level_options = level, dict(level_options or {})
+        self._engine: Engine | None = None
+        super().__init__(*args, **options)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the Accelerator, and compare it and the TrainingArguments with the level."""
+        super().create_accelerator_and_postprocess()
+        row, options = choose(self.accelerator, self._level, self._level_options)
+        check_options(self.accelerator, row, options)
+        for name in ("fp16_full_eval", "bf16_full_eval"):
+            if getattr(self.args, name):
+                raise ValueError(
+                    f"{name}=True would cast weights that {row.name} has stored in its own formats. Leave it out: "
+                    "evaluation computes at the level."
+                )
+        if options.get("gradient_release"):
+            for name, least in {"max_grad_norm": 0, "gradient_accumulation_steps": 1}.items():
+                if getattr(self.args, name) > least:
+                    raise ValueError(
+                        f"gradient_release=True has stepped each parameter before all gradients are there: "
+                        f"{name} must be {least}. Leave one of them out."
+                    )
+        scale_loss(self.accelerator, row)
+        self._row, self._row_options = row, options
+
+    def create_optimizer(self, model: Any = None) -> Optimizer:
+        """Create the optimizer, and convert the model with it where the model is a plain one."""
+        optimizer = super().create_optimizer(model)
+        if self._engine is None or Engine.of(self.model) is not self._engine:
+            forget_prepared(self.model)  # by an evaluation before; else DistributedDataParallel would not wrap it
+            convert(self.accelerator, self.model, [optimizer], self._row, self._row_options)
+            self._engine = Engine.of(self.model)
+        return optimizer
+
+    def save_model(self, output_dir: str | None = None, *args: Any, **options: Any) -> None:
+        """Save the weights with a configuration of their dtype, and not of the dtype of the model's half copies."""
+        super().save_model(output_dir, *args, **options)
+        if self._row.master_weight == "fp32" and self.args.should_save and isinstance(self.model, PreTrainedModel):
+            self.model.config.dtype = "float32"
+            self.model.config.save_pretrained(output_dir or self.args.output_dir)
