@@ -80,7 +80,8 @@ def _whole_llama() -> Iterable[_Row]:
         level = _best(found, "ms")
         smallest = found[level]["peak_gib"] == min(f["peak_gib"] for f in found.values())
         others = [f"``{f['level']}``" for f in figures if f["expected_gib"] > _GIB[gpu]]
-        said = f"{found[level]['ms']:.0f} ms, {found[level]['peak_gib']:.1f} GiB; no room for {', '.join(others)}"
+        said = f"{found[level]['ms']:.0f} ms, {found[level]['peak_gib']:.1f} GiB"
+        said += f"; no room for {', '.join(others)}" if others else ""
         model = f"8 B, all trained, 1 × {sequence}, layers recomputed"
         yield gpu, model, f"fastest that fits{', least memory' * smallest}", _page(level), said
 
@@ -145,4 +146,5 @@ def which_level() -> str:
     taken = sorted({row[3] for row in rows}, key=lambda page: -sum(row[3] == page for row in rows))
     first = taken[0].split()[0].strip("`")
     said = f"``{first}`` is the best of {sum(row[3] == taken[0] for row in rows)} of these {len(rows)} rows."
-    return block(said, rst_table(("GPU", "Parameters, model, batch", "Aim", "Level", "Measured"), rows))
+    cells = [(f"{gpu}: {model}", *others) for gpu, model, *others in rows]
+    return block(said, rst_table(("GPU: parameters, model, batch", "Aim", "Level", "Measured"), cells))

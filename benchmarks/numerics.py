@@ -13,12 +13,24 @@ import torch
 from torch import Tensor
 
 from benchmarks.pictures import LINES, OTHERS, Line, Lines, Panel, Picture
-from nemo_lowprec.formats import E4M3, E5M2, DelayedScaling, FloatFormat, cast, compute_scale, decode, quantize_blocks
+from benchmarks.rst import block, rst_table
+from nemo_lowprec.formats import (
+    E4M3,
+    E5M2,
+    FP16,
+    DelayedScaling,
+    FloatFormat,
+    cast,
+    compute_scale,
+    decode,
+    quantize_blocks,
+)
 from nemo_lowprec.formats.block_scale_128 import dequantize_rows, quantize_rows
+from nemo_lowprec.formats.floats import E2M5, E5M3
 from nemo_lowprec.formats.gemm_block_scaling import MX_32, ROW_128, WHOLE_ROW, BlockLayout, dequantize_blocks
 from nemo_lowprec.formats.stochastic import round_stochastic, salt_of
 
-__all__ = ["PICTURES"]
+__all__ = ["PICTURES", "formats_table"]
 
 _BLUE, _RED, _GREEN, _PINK = LINES[:4]
 
@@ -235,6 +247,24 @@ def rounding() -> Picture:
     panel = Panel("Weight", "", tuple(map(float, steps)), lines)
     shown = "Lines: the mean of 4,096 weights without masters, as at ``msamp_o1`` and ``msamp_o2``."
     return Picture("numerics_rounding.png", see, shown, Lines("step", (panel,), alt))
+
+
+def formats_table() -> str:
+    """The formats with their ranges."""
+    uses = {
+        E4M3: "operands of GEMMs, FP8 gradients, first moments",
+        E5M2: 'output gradients (``fp8="hybrid"``)',
+        FP16: "second moments, masters of O3",
+        E5M3: 'second moments with ``states="fp8+fp8"``; no sign',
+        E2M5: "Muon's momentum",
+    }
+    rows = [
+        (fmt.name.upper(), str(8 * torch.empty(0, dtype=fmt.dtype).element_size()), f"{fmt.max:,.6g}",
+         f"2\\ :sup:`{math.log2(fmt.smallest):.0f}`", use)
+        for fmt, use in uses.items()
+    ]  # fmt: skip
+    said = f"These {len(rows)} formats are stored with a scale beside them."
+    return block(said, rst_table(("Format", "Bits", "Largest", "Smallest", "Used for"), rows))
 
 
 PICTURES: dict[str, Callable[[], Picture]] = {

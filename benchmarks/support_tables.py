@@ -64,5 +64,5 @@ def gpu_tests() -> str:
     passed, failed = (sum(f[key] for f in files) for key in ("passed", "failed"))
     rows = [(f"``{f['file']}``", *(str(f[key]) for key in ("passed", "failed", "skipped"))) for f in files]
     dates = sorted({source["date"] for source in origins})
-    said = f"{passed:,} tests passed and {failed} failed on {origins[0]['gpu']}, {' and '.join(dates)}."
+    said = f"On {origins[0]['gpu']}, {' and '.join(dates)}, {passed:,} tests passed and {failed} failed."
     return block(said, rst_table(("File", "passed", "failed", "skipped"), rows))

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import (
+    bar_pictures,
     choice_tables,
     everyday_tables,
     expert_tables,
@@ -34,7 +35,7 @@ from benchmarks import (
 from benchmarks.levels import HOPPER
 from benchmarks.pictures import Picture
 from benchmarks.record import RESULTS
-from benchmarks.rst import simple_table
+from benchmarks.rst import block, simple_table
 from nemo_lowprec.chart import CHART, COLUMNS
 
 _ROOT = Path(__file__).parent.parent
@@ -46,13 +47,18 @@ DOCUMENTS = (README, MEASURED, *(_DOCS / f"{name}.rst" for name in _PAGES), *LEV
 
 
 def chart() -> str:
-    """The precision chart, without the rows that no run has shown."""
-    return _rows(HOPPER)
+    """The precision chart, without the rows that no GPU has run."""
+    others = " and ".join(f"``{name}``" for name in CHART if name not in HOPPER)
+    said = (
+        f"These {len(HOPPER)} of {len(CHART)} levels run on Hopper GPUs; {others} need a Blackwell GPU and have run "
+        "on the reference backend only."
+    )
+    return block(said, _rows(HOPPER))
 
 
 def levels_chart() -> str:
     """The precision chart."""
-    return _rows(CHART)
+    return block(f"A row for each of the {len(CHART)} levels.", _rows(CHART))
 
 
 def _rows(names: Iterable[str]) -> str:
@@ -71,6 +77,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "sharded_picture": parallel_tables.sharded_picture,
     "megatron_parity_picture": megatron_tables.parity_picture,
     "megatron_seeds_picture": megatron_tables.seeds_picture,
+    **bar_pictures.PICTURES,
     **numerics.PICTURES,
 }
 
@@ -83,6 +90,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "chart": chart,
     "levels_chart": levels_chart,
     "which_level": choice_tables.which_level,
+    "formats_table": numerics.formats_table,
     "versions": support_tables.versions,
     "ran_on": support_tables.ran_on,
     "gpu_tests": support_tables.gpu_tests,
@@ -135,8 +143,8 @@ TABLES: dict[str, Callable[[], str]] = {
 def fill(text: str) -> str:
     """``text`` with every block ``.. NAME begins`` to ``.. NAME ends`` made anew."""
     for name, make in TABLES.items():
-        block = rf"(?s)(\.\. {name} begins\n\n).*?(\n\n\.\. {name} ends)"
-        text = re.sub(block, lambda m, make=make: m[1] + make() + m[2], text)  # type: ignore[misc]
+        place = rf"(?s)(\.\. {name} begins\n\n).*?(\n\n\.\. {name} ends)"
+        text = re.sub(place, lambda m, make=make: m[1] + make() + m[2], text)  # type: ignore[misc]
     return text
 
 

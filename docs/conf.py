@@ -16,18 +16,19 @@ version = release = __version__
 copyright = "the authors of nemo_lowprec, Apache-2.0"
 extensions = [
     *("sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "myst_parser"),
-    *("page_links", "tables_behind", "llms_txt"),
+    *("breakable_names", "llms_txt", "page_links", "tables_behind"),
 ]
 exclude_patterns = ["_extensions"]
 include_patterns = ["**.rst"]
+smartquotes = False
+suppress_warnings = ["myst.header"]  # of the changelog, which has its title from the page
 
 html_theme = "furo"
-html_title = f"nemo_lowprec {version}"
+html_title = project
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = html_show_sourcelink = False
 html_theme_options = {"navigation_with_keys": True}
-copybutton_prompt_text = "$ "
 
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

@@ -11,8 +11,6 @@ from typing import Any
 from nemo_lowprec.chart import ALIASES, CHART, PrecisionLevel, get_level
 from nemo_lowprec.lazy import lazily
 
-__version__ = "0.1.0"
-
 __all__ = [
     "CHART",
     "Audit",
@@ -48,12 +46,24 @@ _find, _ = lazily(__name__, _HOMES)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name in CHART or name in ALIASES or name == "LowPrecision":
         import nemo_lowprec.strategies  # noqa: F401  (registers their names with Lightning)
         from nemo_lowprec.plugins import ALIASED, LEVELS, LowPrecision
 
         return LowPrecision if name == "LowPrecision" else (LEVELS | ALIASED)[name]
     return _find(name)
+
+
+def _version() -> str:
+    """The version of the installed package, which setuptools-scm has read from the tags of git."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("nemo-lowprec")
+    except PackageNotFoundError:  # a folder of sources that is not installed
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

@@ -38,8 +38,8 @@ def prepare(
     The model is moved to the Accelerator's device and converted with its optimizer by ``nemo_lowprec.prepare``; then
     ``accelerator.prepare`` gets all objects. It works on one device and with DistributedDataParallel.
 
-    Levels in FP16 train with ``mixed_precision="fp16"``, whose GradScaler scales the loss, on a CPU, too; levels in BF16
-    with ``"bf16"`` or ``"no"``. The MS-AMP levels take either, and ``"no"`` as BF16.
+    Levels in FP16 train with ``mixed_precision="fp16"``, whose GradScaler scales the loss, on a CPU, too. Levels in
+    BF16 train with ``"bf16"`` or ``"no"``. The MS-AMP levels take either, and ``"no"`` as BF16.
 
     Args:
         accelerator: an ``accelerate.Accelerator``.

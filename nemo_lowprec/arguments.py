@@ -12,44 +12,51 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
+from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
+
+if TYPE_CHECKING:  # imported with the first check: pydantic takes a third as long as all of a level's own files
+    from pydantic import ConfigDict, TypeAdapter
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_RULES = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
+_RULES: ConfigDict = {"strict": True, "arbitrary_types_allowed": True, "allow_inf_nan": False}
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {}  # by the representation of the annotation
 
 
-def _not_blank(text: str) -> str:
-    if not text.strip() or "\0" in text:
-        raise ValueError
-    return text
+def _not_blank(text: str) -> bool:
+    return bool(text.strip()) and "\0" not in text
 
 
-def _names_a_file(path: str) -> str:
-    if any(len(part.encode("utf-8", "surrogateescape")) > 255 for part in path.split("/")):
-        raise ValueError
-    return _not_blank(path)
+def _names_a_file(path: str) -> bool:
+    return _not_blank(path) and all(len(part.encode("utf-8", "surrogateescape")) <= 255 for part in path.split("/"))
 
 
-def _loggers(value: Any) -> Any:
+def _loggers(value: Any) -> bool:
     if isinstance(value, str | int | float) and not isinstance(value, bool):
-        raise ValueError
-    for entry in value if isinstance(value, list | tuple) else ():
-        _loggers(None if isinstance(entry, bool) else entry)
-    return value
+        return False
+    return not isinstance(value, list | tuple) or all(map(_loggers, value))
 
 
 Seed = Annotated[int, Ge(0), Le(2**32 - 1)]  # the range of NumPy's and Lightning's seeds
 AtLeast0 = Annotated[int, Ge(0)]
 AtLeast1 = Annotated[int, Ge(1)]
 NotNegative = Annotated[float, Ge(0)]
-Text = Annotated[str, AfterValidator(_not_blank), "text that is not empty"]
-AnyPath = Annotated[str, AfterValidator(_names_a_file), "a path"] | Path
+Text = Annotated[str, Predicate(_not_blank), "text that is not empty"]
+AnyPath = Annotated[str, Predicate(_names_a_file), "a path"] | Path
 _Beta = Annotated[float, Ge(0), Lt(1)]
 
 RANGES: dict[str, Any] = {
@@ -105,7 +112,7 @@ RANGES: dict[str, Any] = {
     | str
     | timedelta
     | Annotated[dict[str, int], MinLen(1), "a mapping such as {hours: 2}"],
-    "logger": Annotated[Any, AfterValidator(_loggers), "a logger, a list of loggers, True or False"],
+    "logger": Annotated[Any, Predicate(_loggers), "a logger, a list of loggers, True or False"],
     "num_sanity_val_steps": Annotated[int, Ge(-1)],
     "default_root_dir": AnyPath,
     "dirpath": AnyPath,
@@ -163,12 +170,14 @@ def check_value(name: str, value: Any, kind: Any) -> None:
     """
     key = repr(kind)  # some annotations do not hash
     if key not in _ADAPTERS:
+        from pydantic import TypeAdapter
+
         _ADAPTERS[key] = TypeAdapter(kind, config=_RULES)
     # Hydra and JSON have lists and no tuples.
     read = tuple(value) if isinstance(value, list) and _takes_tuple(kind) else value
     try:
         _ADAPTERS[key].validate_python(read)
-    except ValidationError:
+    except ValueError:  # pydantic's ValidationError is one
         raise ValueError(f"{name}={_short(value)} must be {_words(kind)}.") from None
 
 

@@ -13,12 +13,15 @@ from __future__ import annotations
 from typing import Any
 
 from torch.optim import Optimizer
-from transformers import PreTrainedModel, Trainer
 
 from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.compat.accelerate import forget_prepared
 from nemo_lowprec.engine import Engine
+from nemo_lowprec.extras import needs_extras
 from nemo_lowprec.loops.accelerated import check_options, choose, convert, scale_loss
+
+with needs_extras("nemo_lowprec.transformers"):
+    from transformers import PreTrainedModel, Trainer
 
 __all__ = ["LowPrecisionTrainer"]
 
@@ -30,8 +33,8 @@ class LowPrecisionTrainer(Trainer):
     loaded. Checkpoints and ``save_model`` hold plain weights under the model's own names: master weights where the
     level has them. A run resumes bit for bit at its level. ``evaluate`` before ``train`` computes as the plain model.
 
-    Levels in FP16 train with ``TrainingArguments(fp16=True)``, which scales the loss, on a CPU, too; levels in BF16 with
-    ``bf16=True`` or with neither. The MS-AMP levels take any of the three, and neither as BF16.
+    Levels in FP16 train with ``TrainingArguments(fp16=True)``, which scales the loss, on a CPU, too. Levels in BF16
+    train with ``bf16=True`` or with neither. The MS-AMP levels take any of the three, and neither as BF16.
 
     Args:
         args: as ``Trainer``'s, by position, with the keywords of ``Trainer`` among ``options``.
@@ -81,15 +84,16 @@ class LowPrecisionTrainer(Trainer):
     def create_optimizer(self, model: Any = None) -> Optimizer:
         """Create the optimizer, and convert the model with it where the model is a plain one."""
         optimizer = super().create_optimizer(model)
-        if self._engine is None or Engine.of(self.model) is not self._engine:
-            forget_prepared(self.model)  # by an evaluation before; else DistributedDataParallel would not wrap it
-            convert(self.accelerator, self.model, [optimizer], self._row, self._row_options)
-            self._engine = Engine.of(self.model)
+        plain: Any = self.model
+        if self._engine is None or Engine.of(plain) is not self._engine:
+            forget_prepared(plain)  # by an evaluation before; else DistributedDataParallel would not wrap it
+            convert(self.accelerator, plain, [optimizer], self._row, self._row_options)
+            self._engine = Engine.of(plain)
         return optimizer
 
     def save_model(self, output_dir: str | None = None, *args: Any, **options: Any) -> None:
-        """Save the weights with a configuration of their dtype, and not of the dtype of the model's half copies."""
+        """Save the weights, and a configuration by which ``from_pretrained`` does not round them to half precision."""
         super().save_model(output_dir, *args, **options)
-        if self._row.master_weight == "fp32" and self.args.should_save and isinstance(self.model, PreTrainedModel):
+        if self._row.has_half_weights and self.args.should_save and isinstance(self.model, PreTrainedModel):
             self.model.config.dtype = "float32"
-            self.model.config.save_pretrained(output_dir or self.args.output_dir)
+            self.model.config.save_pretrained(output_dir or str(self.args.output_dir))

@@ -7,10 +7,11 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["DOCUMENTS", "ROOT", "Block", "block", "blocks", "inline_commands"]
+__all__ = ["DOCS", "DOCUMENTS", "ROOT", "Block", "block", "blocks", "inline_commands"]
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.rst", *sorted((ROOT / "docs").glob("*.rst"))]
+DOCS = ROOT / "docs"
+DOCUMENTS = [ROOT / "README.rst", *sorted(DOCS.rglob("*.rst"))]
 _BLOCK = re.compile(r"^\.\. code-block:: (\w+)\n(?:   :\w+:.*\n)*\n((?:   .*\n|\n)+)", re.MULTILINE)
 _INLINE = re.compile(r"(?:``|^# {1,3}|^ {4}|^)(nemo-lowprec (?:pretrain|audit|plan|advise|run) [^`\n]*)", re.MULTILINE)
 
@@ -20,7 +21,7 @@ class Block:
     """One ``code-block``.
 
     Attributes:
-        document: name of the file.
+        document: path of the page below docs/, such as ``launching.rst`` or ``levels/te_fp8.rst``; or ``README.rst``.
         language: ``bash``, ``python``, ``yaml`` or ``text``.
         code: without its indentation.
     """
@@ -39,8 +40,9 @@ def blocks() -> list[Block]:
     """Every block of every document."""
     found = []
     for path in DOCUMENTS:
+        name = path.relative_to(DOCS if path.is_relative_to(DOCS) else ROOT).as_posix()
         for language, code in _BLOCK.findall(path.read_text()):
-            found.append(Block(path.name, language, textwrap.dedent(code).strip()))
+            found.append(Block(name, language, textwrap.dedent(code).strip()))
     return found
 
 

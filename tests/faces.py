@@ -77,11 +77,11 @@ class Task(pl.LightningModule):
 
 
 @functools.cache
-def trainer_losses(task: str, level: str, **options: Any) -> list[float]:
-    """The losses of ``STEPS`` steps of ``task`` under Lightning's Trainer on a CPU, with the level's own arguments."""
+def trainer_losses(task: str, level: str, accelerator: str = "cpu", **options: Any) -> list[float]:
+    """The losses of ``STEPS`` steps of ``task`` under Lightning's Trainer, at ``level`` with ``options``."""
     module = Task(task)
     trainer = pl.Trainer(
-        plugins=plugin(level, **options), max_steps=STEPS, accelerator="cpu", logger=False, barebones=True
+        plugins=plugin(level, **options), max_steps=STEPS, accelerator=accelerator, devices=1, barebones=True
     )
     trainer.fit(module, DataLoader(batches(task), batch_size=None))
     return module.losses

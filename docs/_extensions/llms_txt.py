@@ -22,7 +22,7 @@ def _pages(env: BuildEnvironment, page: str) -> Iterator[str]:
 def _sentence(page: nodes.document) -> str:
     """The first sentence of a page's prose."""
     prose = (p.astext() for p in page.findall(nodes.paragraph) if isinstance(p.parent, nodes.section))
-    return re.split(r"(?<=[.:]) ", " ".join(next(prose, "").split()))[0]
+    return re.split(r"(?<=\.) ", " ".join(next(prose, "").split()))[0]
 
 
 def _write(app: Sphinx, error: Exception | None) -> None:

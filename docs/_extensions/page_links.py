@@ -13,29 +13,23 @@ from typing import Any
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
-from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util import logging
 
 _log = logging.getLogger(__name__)
 
 
-class PageLinks(SphinxPostTransform):
-    """Points links to files of pages at the pages."""
-
-    default_priority = 5
-
-    def run(self, **kwargs: Any) -> None:
-        for link in list(self.document.findall(nodes.reference)):
-            file, _, place = link.get("refuri", "").partition("#")
-            if not file.endswith(".rst") or "://" in file:
-                continue
-            here = posixpath.dirname(self.env.docname)
-            page = posixpath.normpath(posixpath.join(here, file)).removesuffix(".rst")
-            if page not in self.env.found_docs:
-                _log.warning("%s is no page", file, location=link)
-                continue
-            own = self.app.builder.get_relative_uri(self.env.docname, page)
-            link.update_all_atts({"refuri": own + (f"#{place}" if place else ""), "internal": True}, replace=True)
+def link_pages(app: Sphinx, doctree: nodes.document, page: str) -> None:
+    """Point links to files of pages at the pages."""
+    for link in list(doctree.findall(nodes.reference)):
+        file, _, place = link.get("refuri", "").partition("#")
+        if not file.endswith(".rst") or "://" in file:
+            continue
+        other = posixpath.normpath(posixpath.join(posixpath.dirname(page), file)).removesuffix(".rst")
+        if other not in app.env.found_docs:
+            _log.warning("%s is no page", file, location=link)
+            continue
+        address = app.builder.get_relative_uri(page, other) + (f"#{place}" if place else "")
+        link.update_all_atts({"refuri": address, "internal": True}, replace=True)
 
 
 class NoContents(SphinxTransform):
@@ -47,9 +41,11 @@ class NoContents(SphinxTransform):
         for topic in list(self.document.findall(nodes.topic)):
             if "contents" in topic["classes"]:
                 topic.parent.remove(topic)
+        for title in self.document.findall(nodes.title):
+            title.attributes.pop("refid", None)  # of the entry in the list
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    app.add_post_transform(PageLinks)
+    app.connect("doctree-resolved", link_pages)
     app.add_transform(NoContents)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

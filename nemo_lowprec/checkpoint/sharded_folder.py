@@ -35,8 +35,8 @@ from nemo_lowprec.formats import FP16, compute_amax
 from nemo_lowprec.tensors import BlockShard, HalfShard
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_rows, local_shard
 
-# Functions import torch.distributed.checkpoint, a third of a second, and ``dcp_folder``, which imports it: a run without
-# folders needs neither.
+# Functions import torch.distributed.checkpoint, which takes as long as half of a level's own files, and ``dcp_folder``,
+# which imports torch.distributed.checkpoint: a run without folders needs neither.
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

@@ -19,7 +19,7 @@ from nemo_lowprec.report.compare.page import comparison_page
 from nemo_lowprec.report.compare.table import print_comparison
 from nemo_lowprec.report.monitor.run_writer import FILE, RunWriter
 from nemo_lowprec.report.monitor.runs import read_run
-from nemo_lowprec.report.page.page import write_page
+from nemo_lowprec.report.page.page import check_packages, write_page
 
 _PAGE = "compare.html"
 _SETTINGS = "compare.json"  # of the trainings in the folder

@@ -18,6 +18,7 @@ from rich.console import Console
 from nemo_lowprec.conf.check import check_config
 from nemo_lowprec.conf.command_line import one_sentence
 from nemo_lowprec.display import own_display
+from nemo_lowprec.extras import MissingPackageError
 from nemo_lowprec.quiet import quiet
 from nemo_lowprec.report.audit import Audit
 from nemo_lowprec.report.findings import AuditReport
@@ -50,7 +51,8 @@ def own_words() -> Iterator[None]:
         cause = error.__cause__
         if isinstance(cause, ValueError | TypeError | MisconfigurationException):
             raise type(cause)(str(cause)) from error
-        if isinstance(cause, RuntimeError | MissingPackageError):  # its traceback tells whether this package or torch raised it
+        # The traceback of a RuntimeError tells whether this package or torch raised it.
+        if isinstance(cause, RuntimeError | MissingPackageError):
             raise cause from cause.__cause__
         # Objects are only being made: an exception of another library is about the arguments.
         raise ValueError(one_sentence(error if cause is None else cause)) from error

@@ -25,7 +25,7 @@ _BACKEND = "ACCELERATE_FP8_BACKEND"
 
 
 def refuse_engines(accelerator: Any) -> None:
-    """Raise ValueError where ``accelerator`` trains with FSDP, DeepSpeed, Megatron-LM, or other parallelism than DDP."""
+    """Raise ValueError where ``accelerator`` trains with FSDP, DeepSpeed, Megatron-LM or a ``ParallelismConfig``."""
     kind = accelerator.distributed_type.value
     if kind in _TRAINED and getattr(accelerator, "parallelism_config", None) is not None:
         kind = "ParallelismConfig"

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-_TE = {  # Accelerate's names and defaults
+_TE: dict[str, Any] = {  # Accelerate's names and defaults
     "margin": 0,
     "interval": 1,
     "fp8_format": "HYBRID",
@@ -18,7 +18,7 @@ _TE = {  # Accelerate's names and defaults
     "use_autocast_during_eval": False,
     "use_mxfp8_block_scaling": False,
 }
-_MSAMP = {"opt_level": "O2"}
+_MSAMP: dict[str, Any] = {"opt_level": "O2"}
 _DEFAULTS = {"TE": _TE, "MSAMP": _MSAMP}
 _BACKENDS = {"TERecipeKwargs": "TE", "MSAMPRecipeKwargs": "MSAMP", "AORecipeKwargs": "AO"}
 _ALIASES = {  # of ``accelerate config`` and of the launcher's options
@@ -91,7 +91,7 @@ def _settings(given: Any) -> dict[str, Any]:
     if backend == "AO":
         return {"backend": backend}
     defaults = {**_TE, **_MSAMP}
-    return {"backend": backend, **{n: v for n, v in vars(given).items() if n in defaults and v != defaults[n]}}
+    return {"backend": backend, **{n: v for n, v in vars(given).items() if v not in (None, defaults.get(n, v))}}
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -130,7 +130,7 @@ def _three(given: Any) -> Any:
     if given is False:
         return (False, False, False)
     if not isinstance(given, str):
-        return given  # which the level checks
+        return tuple(given) if isinstance(given, list) else given  # which the level checks
     words = [word.strip().lower() for word in given.strip("()[] ").split(",")]
     return tuple({"true": True, "false": False}.get(word, word) for word in words)
 

@@ -21,7 +21,9 @@ from nemo_lowprec.engine import Engine
 from nemo_lowprec.grads import FoundInf
 from nemo_lowprec.loops.grad_scaler import tell_grad_scaler
 
-_OWN = {"fp8": "fp8_histories", "speed": "fp8_layers"}  # of the engine's state, in the optimizer's
+_OWN = {  # of the engine's state, in the optimizer's
+    "fp8": "fp8_histories", "te": "te_histories", "groups": "fp8_groups", "speed": "fp8_layers",
+}  # fmt: skip
 
 
 def refuse_sharded(model: nn.Module) -> None:

@@ -124,4 +124,4 @@ def say_what_is_converted(engine: Engine) -> None:
     if log.isEnabledFor(logging.INFO):
         log.info("%s\n%s", engine.level.name, table)
     if problem:
-        warnings.warn(problem, stacklevel=4)
+        warnings.warn(problem, stacklevel=5)

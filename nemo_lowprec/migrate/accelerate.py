@@ -218,9 +218,7 @@ def _prepare(script: Script, call: cst.Call, target: Target) -> Change:
     if roles.count(_MODEL) == 0 and roles.count("") == 1:
         roles[roles.index("")] = _MODEL
     if roles.count(_MODEL) != 1 or roles.count(_OPTIMIZER) != 1:
-        raise Obstacle(
-            call, f"{script.short(call)} does not show by names which is the model, and which the optimizer."
-        )
+        raise Obstacle(call, f"The names in {script.short(call)} do not tell model and optimizer apart.")
     first = [roles.index(_MODEL), roles.index(_OPTIMIZER)]
     order = first + [i for i in range(len(roles)) if i not in first]
     change = Change()

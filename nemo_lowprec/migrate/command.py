@@ -61,7 +61,7 @@ def _read(path: str) -> Script:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
     except ValueError as error:
-        raise ValueError(f"{path} is no script in UTF-8: {error}.") from None
+        raise ValueError(f"{path} cannot be migrated: {error}.") from None
 
 
 def _write(path: Path, source: bytes) -> None:

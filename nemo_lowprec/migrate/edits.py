@@ -159,9 +159,10 @@ class _Apply(cst.CSTTransformer):
             return place
         if not isinstance(updated, cst.CSTNode):
             return updated  # several import statements in the place of one
-        lost = Counter(comments_in(original)) - Counter(comments_in(updated))
-        lines = [*updated.leading_lines, *map(_comment_line, lost.elements())]
-        return updated.with_changes(leading_lines=lines) if lost else updated
+        statement: Any = updated
+        lost = Counter(comments_in(original)) - Counter(comments_in(statement))
+        lines = [*statement.leading_lines, *map(_comment_line, lost.elements())]
+        return statement.with_changes(leading_lines=lines) if lost else statement
 
     def _without_gone(self, block: Any) -> Any:
         body: list[Any] = []

@@ -43,7 +43,7 @@ def find(script: Script) -> None:
             script.take(call, _plugin)
         elif last.rpartition(".")[2] in ("Trainer", "Fabric"):
             script.take(call, _trainer, seen)
-    for node in script.all(cst.CSTNode):
+    for node in script.nodes:
         if not isinstance(node, cst.Name | cst.Attribute) or node in called or _is_part(script, node):
             continue
         if script.name(node).endswith(f".{_PLUGIN}"):

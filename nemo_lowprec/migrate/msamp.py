@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from typing import Any
 
 import libcst as cst
 
-from nemo_lowprec.migrate.script import Change, Notes, Script, dotted
+from nemo_lowprec.migrate.script import Notes, Script, dotted
 
 _NEW = "nemo_lowprec.msamp"
 
@@ -17,8 +18,8 @@ def find(script: Script) -> None:
     statements = script.imports("msamp")
     for call in script.all(cst.Call):
         if script.text(call.func).rpartition(".")[2] in ("import_module", "__import__", "find_spec") and call.args:
-            text = call.args[0].value
-            if isinstance(text, cst.SimpleString) and str(text.evaluated_value).split(".")[0] == "msamp":
+            named = call.args[0].value
+            if isinstance(named, cst.SimpleString) and str(named.evaluated_value).split(".")[0] == "msamp":
                 script.obstacles.append((call, "msamp is imported by its name as text; import nemo_lowprec.msamp."))
     if not statements:
         return
@@ -39,10 +40,10 @@ def find(script: Script) -> None:
     for line, statement in lines:
         new = []
         for text in _imports(statement):
-            if (script.parent(line), text) not in seen:
+            if not text or (script.parent(line), text) not in seen:
                 seen.add((script.parent(line), text))
                 new.append(text)
-        script.change.add(Change({line: lambda old, new=new: _lines(old, new)}))
+        script.change.edits[line] = partial(_lines, new)
 
 
 def _unknown(script: Script, statements: list[cst.Import | cst.ImportFrom]) -> Notes:
@@ -106,7 +107,7 @@ def _imports(statement: cst.Import | cst.ImportFrom) -> list[str]:
     return texts
 
 
-def _lines(old: cst.SimpleStatementLine, texts: list[str]) -> Any:
+def _lines(texts: list[str], old: cst.SimpleStatementLine) -> Any:
     if texts == [""]:
         statement = old.body[0]
         assert isinstance(statement, cst.ImportFrom) and statement.module is not None

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 import libcst as cst
 from libcst import metadata
-from libcst.codemod import CodemodContext
-from libcst.codemod.visitors import GatherUnusedImportsVisitor
 
 Edit = Callable[[Any], Any]
 Notes = list[tuple[cst.CSTNode, str]]
@@ -69,11 +67,11 @@ class Script:
             raise ValueError(f"byte {error.start} is not UTF-8") from None
         except cst.ParserSyntaxError as error:
             raise ValueError(f"line {error.raw_line} is not Python") from None
+        except SyntaxError as error:  # the encoding that the first lines declare
+            raise ValueError(str(error)) from None
         self.module = wrapper.module
-        self._lines = wrapper.resolve(metadata.PositionProvider)
-        self._names = wrapper.resolve(metadata.QualifiedNameProvider)
-        self._scopes = wrapper.resolve(metadata.ScopeProvider)
-        self._parents = wrapper.resolve(metadata.ParentNodeProvider)
+        found: Any = wrapper.resolve_many([metadata.ScopeProvider, metadata.ParentNodeProvider])
+        self._scopes, self._parents = found[metadata.ScopeProvider], found[metadata.ParentNodeProvider]
         self.change = Change()
         self.obstacles: Notes = []
         self.nodes = list(_walk(self.module))
@@ -90,18 +88,19 @@ class Script:
 
     def line(self, node: cst.CSTNode) -> int:
         """The line on which ``node`` starts."""
-        position: Any = self._lines[node]
+        position: Any = self._wrapper.resolve(metadata.PositionProvider)[node]
         return int(position.start.line)
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode:
         """The node that holds ``node``."""
-        return self._parents[node]  # type: ignore[return-value]
+        parent: cst.CSTNode = self._parents[node]
+        return parent
 
     # Names
 
     def name(self, node: cst.CSTNode) -> str:
         """The dotted name that an import gives ``node``, such as ``lightning.pytorch.Trainer``; else empty."""
-        found = self._names.get(node, ())
+        found: Any = self._wrapper.resolve(metadata.QualifiedNameProvider).get(node, ())
         names = found() if callable(found) else found
         return next((n.name for n in names if n.source is metadata.QualifiedNameSource.IMPORT), "")
 
@@ -145,8 +144,8 @@ class Script:
 
     def users(self, definition: cst.Assign) -> int:
         """The number of places that read the variable of a definition."""
-        target = definition.targets[0].target
-        return sum(len(a.references) for a in self._scopes[target][target.value])  # type: ignore[union-attr,index,attr-defined]
+        target: Any = definition.targets[0].target
+        return sum(len(assignment.references) for assignment in self._scopes[target][target.value])
 
     def resolve(self, node: cst.BaseExpression) -> cst.BaseExpression:
         """The expression that ``node`` stands for, where ``node`` is a variable that is assigned once."""
@@ -171,20 +170,28 @@ class Script:
         return text if len(text) <= 60 else f"{text[:57]}..."
 
     def unused(self) -> dict[str, list[cst.CSTNode]]:
-        """Import aliases and single assignments that no place of the script reads, by the names that they bind."""
+        """Import aliases and single assignments that no place of the script reads, by the names that they bind.
+
+        A name that is also text of the script (in ``__all__``) counts as read.
+        """
+        texts = {text.evaluated_value for text in self.all(cst.SimpleString)}
+        read: dict[cst.ImportAlias, bool] = {}  # an alias a.b.c makes several assignments
         found: dict[str, list[cst.CSTNode]] = {}
-        self._wrapper.resolve_many(GatherUnusedImportsVisitor.get_inherited_dependencies())
-        gather = GatherUnusedImportsVisitor(CodemodContext(wrapper=self._wrapper))
-        self.module.visit(gather)
-        for alias, _ in gather.unused_imports:
-            found.setdefault(_bound(alias), []).append(alias)
-        for scope in self.scopes:
-            for assignment in scope.assignments:
-                if isinstance(assignment, metadata.Assignment) and not assignment.references:
-                    statement = self._assign_of(assignment)
-                    line = None if statement is None else self._parents.get(statement)
-                    if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1:
-                        found.setdefault(assignment.name, []).append(line)
+        for assignment in (a for scope in self.scopes for a in scope.assignments):
+            is_read = bool(assignment.references) or assignment.name in texts
+            if isinstance(assignment, metadata.ImportAssignment):
+                node: cst.CSTNode = assignment.as_name
+                while not isinstance(node, cst.ImportAlias):
+                    node = self.parent(node)
+                read[node] = read.get(node, False) or is_read
+            elif isinstance(assignment, metadata.Assignment) and not is_read:
+                statement = self._assign_of(assignment)
+                line = None if statement is None else self.parent(statement)
+                if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1:
+                    found.setdefault(assignment.name, []).append(line)
+        for alias, is_read in read.items():
+            if not is_read:
+                found.setdefault(_bound(alias), []).append(alias)
         return found
 
     # Changes

@@ -29,8 +29,8 @@ class MegatronGPT(CausalLM):
     batch, and ``train/grad_norm`` its gradient's norm before clipping.
 
     Args:
-        preset, config, vocab_size, lr, min_lr, weight_decay, betas, eps, warmup_steps, schedule_steps,
-            activation_checkpointing: as in ``CausalLM``.
+        preset, config, vocab_size, lr, min_lr, weight_decay, betas, eps: as in ``CausalLM``.
+        warmup_steps, schedule_steps, activation_checkpointing: as in ``CausalLM``.
         model_type: transformers' name of another architecture of the family: ``llama``, ``mistral``, ``qwen2``,
             ``qwen3``.
         weights: folder of a transformers model to start from; None: Megatron-core's own random weights.

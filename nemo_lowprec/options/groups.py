@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_type_hints
 
 from annotated_types import Ge, Le
-from pydantic import BeforeValidator
 
 from nemo_lowprec.arguments import AtLeast0, AtLeast1, Seed, check_value
 
@@ -15,14 +14,17 @@ _LOWEST = 2.0**-24  # FP16's smallest number: with a smaller scale a gradient of
 HIGHEST = 2.0**126  # the largest power of two of which FP32 holds the reciprocal as a normal number
 
 
-def _plain_number(value: Any) -> Any:
-    if not isinstance(value, int | float):  # a tensor has a ``__float__``, too
-        raise ValueError
-    return value
+class _PlainNumber:
+    """Part of an annotation: a number of Python. pydantic takes any object with a ``__float__``, such as a tensor."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core.core_schema import chain_schema, is_instance_schema
+
+        return chain_schema([is_instance_schema((int, float)), handler(source)])
 
 
 _Scale = Annotated[
-    float, BeforeValidator(_plain_number), Ge(_LOWEST), Le(HIGHEST),
+    float, _PlainNumber(), Ge(_LOWEST), Le(HIGHEST),
     "a positive number from 2**-24 (below, FP16 gradients of 1 become zero) "
     "to 2**126 (above, FP32 does not hold it and its reciprocal)",
 ]  # fmt: skip

@@ -74,6 +74,9 @@ class FabricPrecision(Precision):
         Raises:
             ValueError: the parameters are of no model that was set up, or of several.
         """
+        for engine in self.engines:
+            if optimizer in engine.optimizers:
+                return engine
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         found = [e for e in self.engines if e.model is not None and any(id(p) in held for p in e.model.parameters())]
         if len(found) != 1:

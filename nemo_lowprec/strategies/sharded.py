@@ -74,7 +74,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         **options: Any,
     ) -> None:
         for name in ("data_parallel_size", "tensor_parallel_size"):
-            if name in options:
+            if options.pop(name, "auto") != "auto":  # LightningCLI passes Lightning's defaults
                 raise TypeError(f"lowprec_sharded shards over all processes, or over shard_size. Leave {name} out.")
         super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, **options)
         if async_checkpoints and not save_distributed_checkpoint:

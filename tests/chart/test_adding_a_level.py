@@ -1,4 +1,4 @@
-"""CONTRIBUTING's "Adding a level", followed for a made-up row in a copy of the package."""
+"""The steps of docs/extending.rst, "Adding a level", followed for a made-up row in a copy of the package."""
 
 import os
 import shutil

@@ -102,15 +102,6 @@ def test_the_command_line_refuses_a_recipe_without_a_level(capsys):
     assert "nearest level is bf16_with_mxfp8_mixed" in capsys.readouterr().err
 
 
-def test_nemo_run_has_a_factory_for_each_name():
-    fdl = pytest.importorskip("fiddle")
-    recipes = pytest.importorskip("nemo_lowprec.recipes")
-    for name in ALIASES:
-        config = getattr(recipes, name)(num_layers_at_end_in_half=1)
-        plugin = fdl.build(config)
-        assert plugin.level is CHART[ALIASES[name].level] and plugin.parsed.layers.num_layers_at_end_in_half == 1
-
-
 def test_the_levels_command_lists_the_names(capsys):
     assert main(["levels"]) == 0
     printed = " ".join(capsys.readouterr().out.split())

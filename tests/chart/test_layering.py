@@ -13,14 +13,14 @@ import nemo_lowprec
 ROOT = Path(nemo_lowprec.__file__).parent
 COLUMNS = {"compute", "comm", "weights", "grads", "optim"}
 FLOORS = [
-    {"chart", "arguments", "column", "compat", "options", "formats", "lazy", "lines", "observers", "quiet"},
+    {"chart", "arguments", "column", "compat", "extras", "options", "formats", "lazy", "lines", "observers", "quiet"},
     {"kernels"},
     {"tensors"},
     COLUMNS,
     {"engine"},
     {"checkpoint"},
     {"megatron"},
-    {"plugins", "loops", "msamp"},
+    {"plugins", "loops", "msamp", "accelerate", "transformers"},
     {"strategies"},
     {"models", "data", "report"},
     {"recipes", "run_arguments", "cli", "conf", "train", "display", "checks", "migrate"},

@@ -104,9 +104,8 @@ def test_pretrain_takes_the_same_keys() -> None:
         _processes(alone)
 
 
-def test_the_readme_shows_what_is_printed(capsys: pytest.CaptureFixture) -> None:
-    readme = (Path(__file__).parents[2] / "README.rst").read_text()
-    section = readme.partition("\nBefore it is trained\n")[2].partition("\nThe chart\n")[0]
+def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture) -> None:
+    section = (Path(__file__).parents[2] / "docs" / "planning.rst").read_text()
     commands = [" ".join(c.split("\\\n")) for c in re.findall(r"nemo-lowprec plan ((?:.*\\\n)*.*)\n", section)]
     shown = section.partition("code-block:: text\n\n")[2].partition("\n\n``msamp_o3``")[0]
     first, *others = [planned(capsys, *command.split()) for command in commands]

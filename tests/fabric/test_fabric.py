@@ -1,5 +1,6 @@
 """``Fabric(plugins=...)`` on one device: the losses of the Trainer, clipping, accumulation, overflows, checkpoints."""
 
+import json
 from contextlib import nullcontext
 
 import pytest
@@ -9,10 +10,10 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import DataParallelStrategy, DeepSpeedStrategy, FSDPStrategy
 from torch import nn
 
+import nemo_lowprec
 from nemo_lowprec.engine import Engine
-from tests.alike import assert_same
 from tests.faces import FACE_LEVELS, STEPS, TASKS, batches, make_model, make_optimizer, trainer_losses
-from tests.support import CASES, FP16_LEVELS, Net, Overflowing, loader, plugin, stored, trainer
+from tests.support import CASES, FP16_LEVELS, Net, assert_same, loader, plugin, stored, trainer
 
 AT_LEVELS = pytest.mark.parametrize("level", FACE_LEVELS)
 
@@ -301,6 +302,15 @@ def test_a_model_is_given_back_when_fabric_is_torn_down():
     assert net.training_step(next(iter(loader())), 0) > 0
 
 
+def test_the_monitor_watches_a_model_in_fabric(tmp_path):
+    made, model, optimizer = set_up("bf16_with_fp8_mixed")
+    with nemo_lowprec.monitor(model.module, tmp_path, every_n_steps=3):
+        losses = [step(made, model, optimizer, part) for part in batches("llama")]
+    records = [json.loads(line) for line in (tmp_path / "monitor.jsonl").read_text().splitlines()]
+    assert losses == trainer_losses("llama", "bf16_with_fp8_mixed")
+    assert [record["step"] for record in records if record["record"] == "sample"][-4:] == [3, 6, 9, STEPS]
+
+
 def test_precision_and_a_level_together_are_refused():
     with pytest.raises(ValueError, match="Received both"):
         Fabric(accelerator="cpu", devices=1, precision="bf16-mixed", plugins=plugin("bf16_mixed"))
@@ -313,4 +323,3 @@ def test_fabric_without_a_level_is_as_ever():
     made.backward(model(next(iter(loader()))["x"]).sum())
     optimizer.step()
     assert Engine.of(net) is None and {p.dtype for p in net.parameters()} == {torch.float32}
-    assert not isinstance(net, Overflowing)

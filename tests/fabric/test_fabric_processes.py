@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
@@ -15,9 +16,18 @@ from tests.support import plugin, trainer
 KINDS = {"ddp": "ddp", "fsdp2": "lowprec_sharded"}  # of Fabric and of the Trainer
 
 
+def device():
+    """Where this process trains: ``tests/gpu`` runs the same job over NCCL."""
+    return "gpu" if dist.get_backend() == "nccl" else "cpu"
+
+
+def at(level):
+    return plugin(level, backend="auto" if device() == "gpu" else "reference")
+
+
 def fabric(kind, level, parallelize=nemo_lowprec.shard_blocks, **options):
     strategy = "ddp" if kind == "ddp" else ModelParallelStrategy(parallelize, 2, 1, **options)
-    made = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=plugin(level))
+    made = Fabric(accelerator=device(), devices=2, strategy=strategy, plugins=at(level))
     made.launch()
     return made
 
@@ -36,7 +46,7 @@ def step(made, model, optimizer, *micro_batches):
     optimizer.zero_grad()
     for index, part in enumerate(micro_batches):
         with made.no_backward_sync(model, enabled=index + 1 < len(micro_batches)):
-            loss = model(**part).loss
+            loss = model(**made.to_device(part)).loss
             made.backward(loss / len(micro_batches))
     made.clip_gradients(model, optimizer, max_norm=1.0)
     optimizer.step()
@@ -46,7 +56,8 @@ def step(made, model, optimizer, *micro_batches):
 def under_trainer(rank, kind, level, every=1):
     task = Task("llama")
     options = {"gradient_clip_val": 1.0, "accumulate_grad_batches": every, "use_distributed_sampler": False}
-    made = trainer(plugin(level), strategy=KINDS[kind], devices=2, max_steps=STEPS // every, **options)
+    options |= {"strategy": KINDS[kind], "accelerator": device(), "devices": 2, "max_steps": STEPS // every}
+    made = trainer(at(level), **options)
     made.fit(task, DataLoader(parts(rank), batch_size=None))
     return task.losses
 

@@ -1,5 +1,6 @@
 """MS-AMP's names: a script whose only change is the import, the optimizers' arguments, and refusals with a way out."""
 
+import functools
 import importlib
 import subprocess
 import sys
@@ -35,6 +36,7 @@ for batch in batches:
 """
 
 
+@functools.cache
 def run_script(scaled):
     names = {
         "torch": torch, "scaled": scaled, "losses": [], "norms": [], "batches": batches("vit"),

@@ -12,6 +12,7 @@ import nemo_lowprec
 from nemo_lowprec import prepare
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.weights import master_of
+from tests.faces import batches, make_model, make_optimizer
 from tests.processes import on_processes
 from tests.support import CASES, Samples, assert_same, clone, is_low_bit, level_of, plugin
 
@@ -123,6 +124,28 @@ def test_a_resumed_loop_goes_on_bit_for_bit(case):
     other.load_state_dict(saved[0])
     its.load_state_dict(saved[1])
     assert [step(other, its) for _ in range(2)] == want
+
+
+def test_a_resumed_loop_joins_the_layers_that_computed_as_one():
+    def loop(state=None):
+        model = make_model("llama")
+        model, optimizer = prepare(model, make_optimizer(model), "bf16_with_fp8_mixed")
+        if state is not None:
+            model.load_state_dict(state[0])
+            optimizer.load_state_dict(state[1])
+        return model, optimizer
+
+    def train(model, optimizer, batch):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    mine = loop()
+    train(*mine, batches("llama")[0])
+    other = loop(clone([dict(mine[0].state_dict()), mine[1].state_dict()]))
+    assert [train(*other, b) for b in batches("llama")[1:3]] == [train(*mine, b) for b in batches("llama")[1:3]]
 
 
 @pytest.mark.parametrize("case", ["bf16_mixed", "bf16_with_fp8_mixed"])

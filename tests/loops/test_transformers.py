@@ -40,9 +40,11 @@ def samples(task, steps=12):
 
 
 def trainer(folder, level, task="llama", optimizer=None, level_options=None, eval_data=None, callbacks=None, **options):
-    settings = {"per_device_train_batch_size": 16, "max_steps": 6, "use_cpu": True, "report_to": [], "disable_tqdm": True,
-                "lr_scheduler_type": "constant", "train_sampling_strategy": "sequential", "save_strategy": "no",
-                "max_grad_norm": 0.0, "learning_rate": 2e-3}  # fmt: skip
+    settings = {
+        "per_device_train_batch_size": 16, "max_steps": 6, "use_cpu": True, "report_to": [], "disable_tqdm": True,
+        "lr_scheduler_type": "constant", "train_sampling_strategy": "sequential", "save_strategy": "no",
+        "max_grad_norm": 0.0, "learning_rate": 2e-3,
+    }  # fmt: skip
     model = make_model(task)
     made = Recording(
         model, TrainingArguments(str(folder), **(settings | options)), train_dataset=samples(task), level=level,
@@ -70,20 +72,22 @@ RESUMED = [
 
 @pytest.mark.parametrize(("level", "level_options", "options"), RESUMED)
 def test_a_resumed_run_goes_on_bit_for_bit(level, level_options, options, tmp_path):
-    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "eval_data": samples("llama", 2)}
-    options = {"save_strategy": "steps", "save_steps": 3, "max_grad_norm": 1.0, "lr_scheduler_type": "linear", "warmup_steps": 1,
-               **options, **evaluated, "level_options": level_options}  # fmt: skip
+    options = {
+        "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "max_grad_norm": 1.0, "lr_scheduler_type": "linear",
+        "eval_strategy": "steps", "eval_steps": 2, "eval_data": samples("llama", 1), "level_options": level_options,
+        **options,
+    }  # fmt: skip
     first = trainer(tmp_path, level, **options)
     first.train()
     again = trainer(tmp_path, level, **options)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert len(again.losses) * 2 == len(first.losses)
     assert again.losses == first.losses[len(again.losses) :]
     assert_same(clone(dict(again.model.state_dict())), clone(dict(first.model.state_dict())))
     seen = [[e["eval_loss"] for e in t.state.log_history if "eval_loss" in e] for t in (first, again)]
     assert seen[0] == seen[1] and seen[0][-1] < seen[0][0]
-    third = again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))  # into the converted model
-    assert third.global_step == 6 and again.losses[-3:] == first.losses[-3:]
+    third = again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))  # into the converted model
+    assert third.global_step == 4 and again.losses[-2:] == first.losses[-2:]
 
 
 @pytest.mark.parametrize("level", FACE_LEVELS)
@@ -95,7 +99,9 @@ def test_the_saved_model_opens_plain_with_its_master_weights(level, tmp_path):
     want = mine.model.state_dict()
     assert plain.dtype == torch.float32 and want.keys() == plain.state_dict().keys()
     assert all(torch.equal(value, want[name].float()) for name, value in plain.state_dict().items())
-    assert mine.evaluate(samples("llama", 1))["eval_loss"] == pytest.approx(plain(**batches("llama", 1)[0]).loss.item(), rel=0.02)
+    assert mine.evaluate(samples("llama", 1))["eval_loss"] == pytest.approx(
+        plain(**batches("llama", 1)[0]).loss.item(), rel=0.02
+    )
 
 
 def test_the_best_model_is_loaded_into_weights_and_masters(tmp_path):
@@ -107,8 +113,8 @@ def test_the_best_model_is_loaded_into_weights_and_masters(tmp_path):
 
     mine = trainer(
         tmp_path, "bf16_with_fp8_mixed", save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2,
-        eval_data=samples("llama", 1), load_best_model_at_end=True, learning_rate=0.5, metric_for_best_model="eval_loss",
-        callbacks=[Keep(), EarlyStoppingCallback(1)],
+        eval_data=samples("llama", 1), load_best_model_at_end=True, learning_rate=0.5,
+        metric_for_best_model="eval_loss", callbacks=[Keep(), EarlyStoppingCallback(1)],
     )  # fmt: skip
     mine.train()
     assert mine.state.best_global_step < mine.state.global_step
@@ -116,7 +122,7 @@ def test_the_best_model_is_loaded_into_weights_and_masters(tmp_path):
 
 
 @pytest.mark.parametrize(("level", "level_options", "optim"), [
-    ("fp16_mixed", {}, "adamw_torch_fused"), ("fp16_amp", {}, "adamw_torch"), ("msamp_o2", {"half": "fp16"}, "adamw_torch"),
+    ("fp16_mixed", {}, "adamw_torch_fused"), ("msamp_o2", {"half": "fp16"}, "adamw_torch"),
 ])  # fmt: skip
 def test_levels_in_fp16_scale_the_loss_and_skip_a_step_whole(level, level_options, optim, tmp_path):
     rates, scales = [], []
@@ -134,11 +140,15 @@ def test_levels_in_fp16_scale_the_loss_and_skip_a_step_whole(level, level_option
     mine.train()
     assert rates[2] == rates[1] and rates[3] < rates[2]
     assert scales[2] == 0.5 * scales[1] == scales[-1]
-    assert mine.losses[-1] < mine.losses[0] and isinstance(mine.optimizer.optimizer, LowBitStates) == (level == "msamp_o2")
+    assert mine.losses[-1] < mine.losses[0] and isinstance(mine.optimizer.optimizer, LowBitStates) == (
+        level == "msamp_o2"
+    )
 
 
 def test_a_model_that_model_init_makes_is_converted_each_time(tmp_path):
-    settings = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no")
+    settings = TrainingArguments(
+        str(tmp_path), max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no"
+    )
     mine = Recording(
         args=settings, model_init=lambda: make_model("llama"), train_dataset=samples("llama"), level="bf16_mixed"
     )
@@ -177,25 +187,22 @@ def test_what_cannot_be_trained_is_refused_before(tmp_path):
 
 
 def on_two(rank, folder):
-    found = {}
-    for level in FACE_LEVELS:
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0,
-                   "eval_data": samples("llama", 1), "save_strategy": "steps", "save_steps": 3}  # fmt: skip
-        mine = trainer(f"{folder}/{level}", level, **options)
-        mine.evaluate()
-        mine.train()
-        again = trainer(f"{folder}/{level}", level, **options)
-        again.train(resume_from_checkpoint=f"{folder}/{level}/checkpoint-3")
-        assert again.losses == mine.losses[6:]
-        norms = [entry["grad_norm"] for entry in mine.state.log_history if "grad_norm" in entry]
-        found[level] = {"losses": mine.losses, "norms": norms, "weights": clone(dict(mine.model.state_dict()))}
-    return found
+    options = {
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0, "max_steps": 4,
+        "eval_data": samples("llama", 1), "save_strategy": "steps", "save_steps": 2, "logging_steps": 1,
+    }  # fmt: skip
+    mine = trainer(folder, "msamp_o2", **options)
+    mine.evaluate()  # with the plain model, which DistributedDataParallel wraps all the same
+    mine.train()
+    again = trainer(folder, "msamp_o2", **options)
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    assert again.losses == mine.losses[4:]
+    norms = [entry["grad_norm"] for entry in mine.state.log_history if "grad_norm" in entry]
+    return {"losses": mine.losses, "norms": norms, "weights": clone(dict(mine.model.state_dict()))}
 
 
 def test_two_processes_average_accumulate_and_resume(tmp_path):
-    first, second = on_processes(2, tmp_path, on_two, str(tmp_path))
-    for level, mine in first.items():
-        assert mine["losses"] != second[level]["losses"] and mine["losses"][-1] < mine["losses"][0]
-        assert_same(mine["weights"], second[level]["weights"])
-        assert mine["norms"] == second[level]["norms"]
+    first, second = on_processes(2, tmp_path, on_two, str(tmp_path / "run"))
+    assert first["losses"] != second["losses"] and first["losses"][-1] < first["losses"][0]
+    assert len(first["norms"]) == 4 and first["norms"] == second["norms"]
+    assert_same(first["weights"], second["weights"])

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 
 import nemo_lowprec
 from benchmarks.screenshots import MOST_BYTES
+from nemo_lowprec import CHART
 from nemo_lowprec.conf.compare_line import CompareLine
 from nemo_lowprec.report.findings import LevelDiffersError
 from nemo_lowprec.report.monitor import read_run
@@ -50,8 +51,9 @@ WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for mor
 ELSEWHERE = {
     ("README.rst", "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e . &&"): ".ci/run",
     ("README.rst", "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e '.[test]'"): ".ci/run",
-    ("README.rst", "nemo-lowprec plan model=llama3_70b precision=msamp_o3"): "tests/cli/test_plan.py",
-    ("README.rst", "nemo-lowprec plan model=llama3_70b precision=bf16_mixed"): "tests/cli/test_plan.py",
+    ("quickstart.rst", "python3 -m venv .venv"): ".ci/run, which installs [test]",
+    ("planning.rst", "nemo-lowprec plan model=llama3_70b precision=msamp_o3"): "tests/cli/test_plan.py",
+    ("planning.rst", "nemo-lowprec plan model=llama3_70b precision=bf16_mixed"): "tests/cli/test_plan.py",
     ("launching.rst", "torchrun --nnodes"): "tests/packaging/test_launching.py",
     ("launching.rst", "#!/bin/bash\n#SBATCH"): "tests/packaging/test_launching.py",
     ("launching.rst", "import nemo_run as run"): "tests/packaging/test_launching.py",
@@ -60,18 +62,26 @@ ELSEWHERE = {
 }
 HERE = {
     ("README.rst", "from lightning.pytorch import Trainer"),
-    ("README.rst", "import nemo_run as run"),
-    ("README.rst", "nemo-lowprec levels"),
     ("README.rst", "model, optimizer = nemo_lowprec.prepare("),
-    ("README.rst", "model, optimizer = nemo_lowprec.initialize("),
-    ("README.rst", "nemo-lowprec prepare-data"),
-    ("README.rst", "nemo-lowprec pretrain -m"),
-    ("README.rst", "defaults:"),
-    ("README.rst", "nemo-lowprec pretrain --config-dir"),
-    ("README.rst", "nemo-lowprec export"),
-    ("README.rst", "model = transformers."),
-    ("README.rst", "Trainer(plugins=msamp_o2(), strategy="),
-    ("README.rst", 'Trainer(plugins=msamp_o2(half="fp16"), strategy=MegatronStrategy('),
+    ("index.rst", "from lightning.pytorch import Trainer"),
+    ("quickstart.rst", "import torch\nfrom lightning.pytorch import"),
+    ("quickstart.rst", "import nemo_lowprec\n\nmodel = MyModel()"),
+    ("quickstart.rst", "model, optimizer = nemo_lowprec.initialize("),
+    ("quickstart.rst", "nemo-lowprec levels"),
+    ("quickstart.rst", "import nemo_run as run"),
+    ("quickstart.rst", "nemo-lowprec pretrain monitor=on"),
+    ("your_text.rst", "nemo-lowprec prepare-data"),
+    ("your_text.rst", "nemo-lowprec pretrain -m"),
+    ("your_text.rst", "defaults:"),
+    ("your_text.rst", "nemo-lowprec pretrain --config-dir"),
+    ("your_text.rst", "nemo-lowprec export"),
+    ("your_text.rst", "model = transformers."),
+    ("processes.rst", "Trainer(plugins=msamp_o2(), strategy="),
+    ("megatron.rst", 'Trainer(plugins=msamp_o2(half="fp16"), strategy=MegatronStrategy('),
+    ("extending.rst", "from dataclasses import replace"),
+    ("vision.rst", "import torch\nfrom lightning.pytorch import"),
+    ("experts.rst", "import torch\nfrom transformers import"),
+    *((f"levels/{name}.rst", "from lightning.pytorch import Trainer") for name in CHART),
     ("launching.rst", "nemo-lowprec pretrain model=llama3_8b"),
     ("megatron.rst", "from lightning.pytorch import Trainer"),
     ("advising.rst", "nemo-lowprec plan model=llama3_8b"),
@@ -156,8 +166,26 @@ def test_the_examples_of_strategies_are_trainers(monkeypatch: pytest.MonkeyPatch
     from nemo_lowprec.strategies import MegatronStrategy
 
     monkeypatch.setattr("nemo_lowprec.strategies.megatron.check_megatron", lambda: None)
-    for start in ("Trainer(plugins=msamp_o2(), strategy=", 'Trainer(plugins=msamp_o2(half="fp16"), strategy='):
-        python(block("README.rst", start), Trainer=Trainer, msamp_o2=msamp_o2, MegatronStrategy=MegatronStrategy)
+    starts = {
+        "processes.rst": "Trainer(plugins=msamp_o2(), ",
+        "megatron.rst": 'Trainer(plugins=msamp_o2(half="fp16"), ',
+    }
+    for page, start in starts.items():
+        python(block(page, f"{start}strategy="), Trainer=Trainer, msamp_o2=msamp_o2, MegatronStrategy=MegatronStrategy)
+
+
+@pytest.mark.parametrize("name", CHART)
+def test_the_example_of_a_level_s_page_is_a_trainer(name: str) -> None:
+    trainer = python(block(f"levels/{name}.rst", "from lightning.pytorch import Trainer"))["trainer"]
+    assert trainer.precision_plugin.level is CHART[name] and trainer.precision_plugin.options
+
+
+def test_the_rows_of_the_other_examples_are_trained() -> None:
+    trainer = python(block("index.rst", "from lightning.pytorch import Trainer"))["trainer"]
+    assert trainer.precision_plugin.level is CHART["bf16_with_fp8_mixed"]
+    trainer = python(block("extending.rst", "from dataclasses import replace"))["trainer"]
+    level = trainer.precision_plugin.level
+    assert (level.name, level.optimizer_states, level.weight) == ("bf16_with_low_bit_adam", ("fp8", "fp16"), "bf16")
 
 
 @WITHOUT_GPU
@@ -177,31 +205,56 @@ def test_the_recipe_is_one_that_nemo_run_takes(monkeypatch: pytest.MonkeyPatch) 
 
     handed: dict[str, Any] = {}
     monkeypatch.setattr(nemo_run, "run", lambda recipe, executor: handed.update(recipe=recipe, executor=executor))
-    python(block("README.rst", "import nemo_run as run"))
+    python(block("quickstart.rst", "import nemo_run as run"))
     assert fdl.build(handed["recipe"].trainer.plugins).level.name == "fp16_mixed"
     assert isinstance(handed["executor"], nemo_run.LocalExecutor)
 
 
-@pytest.mark.parametrize(("call", "level"), [("prepare", "bf16_with_fp8_mixed"), ("initialize", "msamp_o2")])
-def test_a_loop_of_one_s_own(call: str, level: str) -> None:
-    import nemo_lowprec
+@pytest.mark.parametrize(
+    ("page", "call", "level"),
+    [("README.rst", "prepare", "bf16_with_fp8_mixed"), ("quickstart.rst", "initialize", "msamp_o2")],
+)
+def test_a_loop_of_one_s_own(page: str, call: str, level: str) -> None:
     from nemo_lowprec.engine import Engine
 
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    optimizer = torch.optim.AdamW(model.parameters())
-    start = f"model, optimizer = nemo_lowprec.{call}("
-    made = python(block("README.rst", start), nemo_lowprec=nemo_lowprec, model=model, optimizer=optimizer)
+    names: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "torch": torch}
+    names |= {"nemo_lowprec": nemo_lowprec, "device": "cpu", "batches": [torch.ones(16, 32)]}
     before = [p.detach().float().clone() for p in model.parameters()]
-    made["model"](torch.ones(16, 32)).sum().backward()
-    made["optimizer"].step()
+    start = f"model, optimizer = nemo_lowprec.{call}("
+    made = python(block(page, start), loss_of=lambda model, batch: model(batch).float().sum(), **names)
+    if "loss" not in made:  # the block has no loop
+        made["model"](torch.ones(16, 32)).sum().backward()
+        made["optimizer"].step()
     engine = Engine.of(made["model"])
     assert engine is not None and engine.level.name == level
     for p, old in zip(made["model"].parameters(), before, strict=True):
         assert not torch.equal(p.detach().float(), old)
 
 
+def test_the_model_of_the_quickstart_trains_under_the_trainer_and_in_a_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = python(block("quickstart.rst", "import torch\nfrom lightning"))
+    assert names["trainer"].global_step == 16 and (tmp_path / "last.ckpt").is_file()
+    plain = names["MyModel"]()
+    plain.load_state_dict(torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"])
+    loss = python(block("quickstart.rst", "import nemo_lowprec\n\nmodel = MyModel()"), **names)["loss"]
+    assert loss.isfinite()
+
+
+def test_the_run_of_the_quickstart_is_shown_and_exported(place: Path) -> None:
+    pretrain, report, look, export = block("quickstart.rst", "nemo-lowprec pretrain monitor=on").lines
+    run_at_once(pretrain, place, [*SHORT[1:], *SMALL, "trainer.max_steps=2"])
+    assert run_at_once(report, place, []).strip() == "runs/quick/report.html"
+    assert "Level        bf16_with_fp8_mixed(" in run_at_once(look, place, [])
+    run_at_once(export, place, [])
+    assert (place / "my_llama" / "model.safetensors").is_file()
+
+
 def test_the_first_commands(place: Path) -> None:
-    levels, pretrain, recipe = block("README.rst", "nemo-lowprec levels").lines
+    levels, pretrain, recipe = block("quickstart.rst", "nemo-lowprec levels").lines
     assert "bf16_with_fp8_subchannel_scaling_mixed" in run(levels, place)
     assert "Pretraining" in run(pretrain, place, SHORT)
     assert "Pretraining" in run_at_once(recipe, place, SHORT)
@@ -214,20 +267,20 @@ def test_text_of_one_s_own_is_prepared_trained_on_compared_and_used(
     texts.mkdir()
     for i in range(400):
         (texts / f"{i}.txt").write_text(f"Text number {i}: {' '.join(map(str, range(i, i + 300)))}\n")
-    prepare, pretrain = block("README.rst", "nemo-lowprec prepare-data").lines
+    prepare, pretrain = block("your_text.rst", "nemo-lowprec prepare-data").lines
     run_at_once(prepare, tmp_path, [])
     assert "Pretraining" in run_at_once(pretrain, tmp_path, [*SHORT, *SMALL, "hydra.run.dir=run"])
-    (sweep,) = block("README.rst", "nemo-lowprec pretrain -m").lines
+    (sweep,) = block("your_text.rst", "nemo-lowprec pretrain -m").lines
     table = run_at_once(sweep, tmp_path, [*SHORT, *SMALL]).rpartition("Runs of this sweep")[2]
     assert "0_bf16_mixed" in table and "1_msamp_o2" in table and "failed" not in table
 
     shutil.copy(tmp_path / "run" / "checkpoints" / "last.ckpt", tmp_path)
-    (export,) = block("README.rst", "nemo-lowprec export").lines
+    (export,) = block("your_text.rst", "nemo-lowprec export").lines
     run_at_once(export, tmp_path, [])
     import transformers
 
     monkeypatch.chdir(tmp_path)
-    model = python(block("README.rst", "model = transformers."), transformers=transformers)["model"]
+    model = python(block("your_text.rst", "model = transformers."), transformers=transformers)["model"]
     assert model.dtype == torch.bfloat16
 
 
@@ -246,6 +299,31 @@ def test_adapters_under_the_trainer_and_in_a_loop(tmp_path: Path, monkeypatch: p
     assert merged.state_dict().keys() == base.state_dict().keys() and model.base_model is not None
     weight, before = (m.model.layers[0].mlp.up_proj.weight for m in (merged, base))
     assert 0 < (weight - before).abs().max() < 0.01
+
+
+def test_a_vision_model_is_fine_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.faces import batches, make_model
+
+    monkeypatch.chdir(tmp_path)
+    make_model("vit").save_pretrained("vit")
+    images = DataLoader(batches("vit", 4), batch_size=None)  # type: ignore[arg-type]
+    names = python(block("vision.rst", "import torch\nfrom lightning"), images=images)
+    assert names["trainer"].global_step == 4 and names["trainer"].precision_plugin.level.name == "msamp_o2"
+    assert (tmp_path / "tuned_vit" / "model.safetensors").is_file()
+
+
+def test_experts_are_trained_in_a_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.families import FAMILIES
+
+    monkeypatch.chdir(tmp_path)
+    make_model, _ = FAMILIES["mixtral"]
+    make_model().save_pretrained("mixtral")
+    ids = torch.randint(64, (2, 2, 16), generator=torch.Generator().manual_seed(0))
+    batches = [{"input_ids": tokens, "labels": tokens} for tokens in ids]
+    names = python(block("experts.rst", "import torch\nfrom transformers"), batches=batches)
+    assert names["loss"].isfinite() and (tmp_path / "trained_mixtral" / "model.safetensors").is_file()
+    converted = [m for m in names["model"].modules() if type(m).__name__.endswith("Experts")]
+    assert converted and nemo_lowprec.compute.is_converted(names["model"])
 
 
 def test_plans_over_lists_print_what_is_shown(place: Path) -> None:
@@ -268,8 +346,8 @@ def test_advice_on_the_command_line_and_in_python(place: Path, capsys: pytest.Ca
 def test_yaml_of_one_s_own(place: Path) -> None:
     mine = place / "my_conf" / "precision" / "mine.yaml"
     mine.parent.mkdir(parents=True)
-    mine.write_text(block("README.rst", "defaults:").code + "\n")
-    (line,) = block("README.rst", "nemo-lowprec pretrain --config-dir").lines
+    mine.write_text(block("your_text.rst", "defaults:").code + "\n")
+    (line,) = block("your_text.rst", "nemo-lowprec pretrain --config-dir").lines
     short = [word for word in SHORT if "limit_val_batches" not in word]
     printed = run_at_once(line, place, [*short, *SMALL, "precision.backend=reference"])
     assert "msamp_o2(" in printed and "stochastic_rounding=True" in printed

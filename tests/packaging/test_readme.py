@@ -17,6 +17,11 @@ def test_tables_are_made_from_the_chart_and_the_results():
         assert sum(text.count(f".. {name} begins") for text in texts) == 1
 
 
+def test_the_readme_is_short_with_a_picture_of_speed_and_one_of_loss():
+    assert README.count("\n") <= 200 and README.count(".. image::") == 2
+    assert "benchmarks/results/everyday.png" in README and "docs/pictures/compare_gap_h200.png" in README
+
+
 def test_ci_runs_the_readme_s_test_command():
     (command,) = re.findall(r"^ +(python3 -m venv .*pytest.*)$", README, re.M)
     _, install, test = command.replace(".venv/bin/", '"$venv"/bin/').split(" && ")

@@ -37,6 +37,14 @@ def test_factory_makes_the_level(name: str) -> None:
     assert inspect.signature(factory).parameters == level
 
 
+@pytest.mark.parametrize("name", list(ALIASES))
+def test_factory_of_an_alias_makes_its_level_with_the_arguments(name: str) -> None:
+    plugin = fdl.build(getattr(recipes, name)(num_layers_at_end_in_half=1))
+    assert plugin.level is CHART[ALIASES[name].level] and plugin.parsed.layers.num_layers_at_end_in_half == 1
+    assert plugin.options == {**ALIASES[name].options, "num_layers_at_end_in_half": 1}
+    assert override(f"trainer.plugins={name}").__fn_or_cls__ is getattr(nemo_lowprec, name)
+
+
 @pytest.mark.parametrize("factory", [recipes.lowprec_ddp, recipes.lowprec_sharded, recipes.lowprec_megatron])
 def test_strategies_are_pickled_and_take_arguments_by_name(factory) -> None:
     assert pickle.loads(pickle.dumps(factory)) is factory
