@@ -156,8 +156,9 @@ def outlier() -> Picture:
     tensor, row = found["a scale a tensor"][0], found["a scale a row"][0]
     at = powers.index(20)
     see = (
-        f"One value of 2**{powers[at]} among 65,536 of the usual size makes the others err by {tensor[at]:.0f} % with "
-        f"a scale for the tensor, where they err by {tensor[0]:.1f} % without, and by {row[at]:.1f} % with a scale for "
+        f"One value of 2\\ :sup:`{powers[at]}` among 65,536 of the usual size makes the others err by "
+        f"{tensor[at]:.0f} % with a scale for the tensor, where they err by {tensor[0]:.1f} % without, "
+        f"and by {row[at]:.1f} % with a scale for "
         "each row: the outlier's own row is lost, and no other."
     )
     panels = tuple(

@@ -24,6 +24,7 @@ on replays the kernels alone. What an operator decides on the host must hold for
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -230,8 +231,9 @@ def _captures(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-@torch.library.register_fake("nemo_lowprec::quantize")
-def _(values: Tensor, tag: Tensor, signature: str, kind: str, rowwise: bool, columnwise: bool, *how: bool) -> Any:
+def _quantize_like(
+    values: Tensor, tag: Tensor, signature: str, kind: str, rowwise: bool, columnwise: bool, *how: bool
+) -> Any:
     plan = kind_of(signature)[0]
     operand = plan.operands[kind]
     packed = plan.backend.packing(operand).like(values, operand, rowwise, columnwise)
@@ -244,6 +246,10 @@ def _uninitialised(operand: list[Tensor], *how: Any) -> Tensor:
     return operand[0].new_empty(shape, dtype=dtype)
 
 
-for _gemm in ("fprop", "dgrad", "wgrad"):
-    torch.library.register_fake(f"nemo_lowprec::{_gemm}", _uninitialised)
-torch.library.register_fake("nemo_lowprec::add_dgrad", lambda *_: None)
+@cache
+def register_shapes() -> None:
+    """Tell the compiler the shapes of the results; when layers are converted, as torch takes a while to register."""
+    torch.library.register_fake("nemo_lowprec::quantize", _quantize_like)
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        torch.library.register_fake(f"nemo_lowprec::{gemm}", _uninitialised)
+    torch.library.register_fake("nemo_lowprec::add_dgrad", lambda *_: None)

@@ -19,6 +19,7 @@ from nemo_lowprec.compute.amaxes import AmaxState, TEAmaxes
 from nemo_lowprec.compute.attention import check_attention, prefer_attention
 from nemo_lowprec.compute.backends import Backend, choose_backend
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
+from nemo_lowprec.compute.branches import learned_branches, restore_branches
 from nemo_lowprec.compute.choice import CHOICE, UNTIMED, Choice
 from nemo_lowprec.compute.class_swap import revert_layers
 from nemo_lowprec.compute.compiled_ops import make_missing_weights
@@ -50,7 +51,7 @@ from nemo_lowprec.options import Options
 
 log = logging.getLogger("nemo_lowprec")
 
-_GROUPS = "groups"  # in checkpoints
+_GROUPS, _BRANCHES = "groups", "branches"  # in checkpoints
 _KEPT_WEIGHTS = 2**31  # with weight_cache="auto", elements up to which quantized weights are kept: 4 GiB on a GPU
 
 
@@ -282,8 +283,13 @@ class Computation(Column):
                 plan.keeps_weight = plan.keeps_weight and not self._frees_weights and not again
                 plan.is_flat = is_flat(plan)
                 plan.entry.renew()  # CUDA graphs that torch.compile has recorded read the tables of before
+        self._restore_branches()
         self._join()
         self._capture_blocks()
+
+    def _restore_branches(self) -> None:
+        if self._model is not None and self.own_amaxes.branches:
+            restore_branches(self._model, self.own_amaxes.branches)
 
     def _join(self) -> None:
         """Let the layers compute as one that are known to, and learn of others."""
@@ -443,6 +449,9 @@ class Computation(Column):
         choice = self.own_amaxes.choice
         if self.own_amaxes.groups:
             state[_GROUPS] = [list(names) for names in self.own_amaxes.groups]
+        branches = learned_branches(self._model) if self._model is not None else {}
+        if branches:
+            state[_BRANCHES] = branches
         return state if choice is None else {**state, CHOICE: choice.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -453,8 +462,10 @@ class Computation(Column):
             if choice != self.own_amaxes.choice:
                 self._take(choice)
         self.own_amaxes.groups[:] = [tuple(names) for names in state.get(_GROUPS, [])]
+        self.own_amaxes.branches = dict(state.get(_BRANCHES, {}))
         if self._settled:
             self._part()
+            self._restore_branches()
             self._join()
 
     def remove(self) -> None:

@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.class_swap import derive, dtype_obstacle, own_forward, swap
+from nemo_lowprec.compute.compiled_ops import register_shapes
 from nemo_lowprec.compute.conversion import Conversion
 from nemo_lowprec.compute.experts.blocks import blocks_of
 from nemo_lowprec.compute.experts.gate import Gate
@@ -157,6 +158,7 @@ def replace_plan(module: nn.Module, weight: str, plan: GemmPlan) -> None:
 
 
 def _give_entry(module: nn.Module, weight: str, plan: GemmPlan) -> None:
+    register_shapes()
     plan.entry = GraphEntry(plan, module, weight, "bias" if weight == "weight" else "in_proj_bias")
 
 

@@ -22,7 +22,8 @@ from nemo_lowprec.grads import FoundInf
 from nemo_lowprec.loops.grad_scaler import tell_grad_scaler
 
 _OWN = {  # of the engine's state, in the optimizer's
-    "fp8": "fp8_histories", "te": "te_histories", "groups": "fp8_groups", "speed": "fp8_layers",
+    "fp8": "fp8_histories", "te": "te_histories", "groups": "fp8_groups", "branches": "residual_branches",
+    "speed": "fp8_layers",
 }  # fmt: skip
 
 
@@ -67,9 +68,8 @@ class PlainLoop:
         call_first(optimizer, before)
         optimizer.register_step_post_hook(self._after_step)
         optimizer.register_state_dict_pre_hook(lambda _: self._refuse_written())
-        if self._engine.recipe is not None:
-            optimizer.register_state_dict_post_hook(self._with_own_state)
-            optimizer.register_load_state_dict_pre_hook(self._before_loading)
+        optimizer.register_state_dict_post_hook(self._with_own_state)
+        optimizer.register_load_state_dict_pre_hook(self._before_loading)
 
     @outside_graphs
     def _before_forward(self, model: nn.Module, args: Any) -> None:

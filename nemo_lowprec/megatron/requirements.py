@@ -33,7 +33,7 @@ def check_megatron() -> None:
         "MegatronStrategy needs Transformer Engine for Megatron-core's layers: pip install 'nemo-lowprec[te]'"
     )
     try:
-        import megatron.core
+        import megatron.core  # noqa: F401
         import psutil  # noqa: F401  (Megatron-core's checkpoints wait for ever without)
     except ImportError as error:
         raise RuntimeError(_NO_MEGATRON.format(error)) from error

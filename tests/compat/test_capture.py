@@ -36,6 +36,9 @@ def test_the_answer_is_put_back_after_an_error():
     assert torch.cuda.is_current_stream_capturing is before
 
 
+@pytest.mark.skipif(
+    torch.backends.cuda.is_built() and not torch.cuda.is_available(), reason="asks a driver that is not there"
+)
 def test_no_stream_is_captured():
     assert not is_capturing()
 

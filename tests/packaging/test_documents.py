@@ -49,7 +49,7 @@ WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for mor
 
 # Blocks that another test runs, or none can: the first words, and where or why.
 ELSEWHERE = {
-    ("README.rst", "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e . &&"): ".ci/run",
+    ("README.rst", "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e '.[recipes]'"): ".ci/run",
     ("README.rst", "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e '.[test]'"): ".ci/run",
     ("quickstart.rst", "python3 -m venv .venv"): ".ci/run, which installs [test]",
     ("planning.rst", "nemo-lowprec plan model=llama3_70b precision=msamp_o3"): "tests/cli/test_plan.py",
@@ -69,7 +69,7 @@ HERE = {
     ("quickstart.rst", "model, optimizer = nemo_lowprec.initialize("),
     ("quickstart.rst", "nemo-lowprec levels"),
     ("quickstart.rst", "import nemo_run as run"),
-    ("quickstart.rst", "nemo-lowprec pretrain monitor=on"),
+    ("quickstart.rst", "nemo-lowprec report runs/quick"),
     ("your_text.rst", "nemo-lowprec prepare-data"),
     ("your_text.rst", "nemo-lowprec pretrain -m"),
     ("your_text.rst", "defaults:"),
@@ -244,20 +244,16 @@ def test_the_model_of_the_quickstart_trains_under_the_trainer_and_in_a_loop(
     assert loss.isfinite()
 
 
-def test_the_run_of_the_quickstart_is_shown_and_exported(place: Path) -> None:
-    pretrain, report, look, export = block("quickstart.rst", "nemo-lowprec pretrain monitor=on").lines
-    run_at_once(pretrain, place, [*SHORT[1:], *SMALL, "trainer.max_steps=2"])
+def test_the_first_commands_and_what_is_made_of_their_run(place: Path) -> None:
+    levels, pretrain, recipe = block("quickstart.rst", "nemo-lowprec levels").lines
+    assert "bf16_with_fp8_subchannel_scaling_mixed" in run(levels, place)
+    assert "Pretraining" in run(pretrain, place, [*SHORT[1:], "trainer.max_steps=2"])
+    assert "Pretraining" in run_at_once(recipe, place, SHORT)
+    report, look, export = block("quickstart.rst", "nemo-lowprec report runs/quick").lines
     assert run_at_once(report, place, []).strip() == "runs/quick/report.html"
     assert "Level        bf16_with_fp8_mixed(" in run_at_once(look, place, [])
     run_at_once(export, place, [])
     assert (place / "my_llama" / "model.safetensors").is_file()
-
-
-def test_the_first_commands(place: Path) -> None:
-    levels, pretrain, recipe = block("quickstart.rst", "nemo-lowprec levels").lines
-    assert "bf16_with_fp8_subchannel_scaling_mixed" in run(levels, place)
-    assert "Pretraining" in run(pretrain, place, SHORT)
-    assert "Pretraining" in run_at_once(recipe, place, SHORT)
 
 
 def test_text_of_one_s_own_is_prepared_trained_on_compared_and_used(

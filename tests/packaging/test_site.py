@@ -14,7 +14,6 @@ from benchmarks.tables import MEASURED
 from nemo_lowprec import CHART
 from tests.documents import DOCS
 
-pytest.importorskip("sphinx")
 PAGES = sorted(path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.rst"))
 
 

@@ -275,6 +275,10 @@ class Backend(ABC):
         """A norm of ``x`` [..., *kind.shape], of any float dtype, rounded to ``out``; called without autocast."""
         return plain_norm(x, weight, bias, kind, out, self.rms_norm)
 
+    def norm_call(self, weight: Tensor, bias: Tensor | None, kind: NormKind, out: torch.dtype) -> Any:
+        """The ``NormCall`` of ``norm``, for sums that compute the norm behind them; None where there is no kernel."""
+        return None
+
     def compress(self, values: Tensor) -> list[Tensor]:
         """Activations [..., features] in E4M3, which backward reads again by ``decompress``.
 

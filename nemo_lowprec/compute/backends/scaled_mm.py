@@ -22,6 +22,7 @@ from nemo_lowprec.compute.backends.packing import TwoCopies
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.norm_function import fused_norm
 from nemo_lowprec.compute.operands import Operand
+from nemo_lowprec.compute.residual import NormCall
 from nemo_lowprec.kernels.fp8_gemm import PER_TENSOR, gemm
 from nemo_lowprec.kernels.loader import (
     fused_kernels,
@@ -194,6 +195,10 @@ class ScaledMMBackend(ReferenceBackend):
         if kernels is None or is_transformed() or kind.shape != x.shape[-1:] or not kernels.fits(x, weight, bias, out):
             return super().norm(x, weight, bias, kind, out)
         return fused_norm(kernels, x, weight, bias, kind, out)
+
+    def norm_call(self, weight: Tensor, bias: Tensor | None, kind: NormKind, out: torch.dtype) -> NormCall | None:
+        kernels = norm_kernels() if weight.is_cuda else None
+        return None if kernels is None else NormCall(kernels, weight, bias, kind, out)
 
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
         return half_matmul(a, b, out_dtype)

@@ -19,17 +19,27 @@ from nemo_lowprec.compute.class_swap import dtype_obstacle, swap
 from nemo_lowprec.compute.patterns.pattern import Match, Pattern, probing, run_with
 
 
-class _Norm(nn.Module):
-    """What converted norms have in common.
+class LowPrecisionNorm(nn.Module):
+    """Base of converted norms.
 
     Attributes:
         norm_backend: has the kernel.
+        kind: how the norm computes.
     """
 
     norm_backend: Backend
+    kind: NormKind
 
-    def _compute(self, x: Tensor, kind: NormKind) -> Tensor:
+    def call(self, out: torch.dtype) -> Any:
+        """The norm's ``NormCall`` that writes ``out``; None where no kernel computes it together with a sum."""
+        kind = self.kind
+        weight: Any = self.weight
+        bias: Any = self.bias if kind.layer else None
+        return None if weight is None else self.norm_backend.norm_call(weight, bias, kind, out)
+
+    def _compute(self, x: Tensor) -> Tensor:
         """The norm of ``x``, in autocast's dtype or that of ``x``."""
+        kind = self.kind
         weight: Any = self.weight
         bias: Any = self.bias if kind.layer else None
         device = "cuda" if x.is_cuda else x.device.type
@@ -41,14 +51,18 @@ class _Norm(nn.Module):
             return self.norm_backend.norm(x, weight, bias, kind, out)
 
 
-class LowPrecisionLayerNorm(_Norm, nn.LayerNorm):
+class LowPrecisionLayerNorm(LowPrecisionNorm, nn.LayerNorm):
     """``nn.LayerNorm`` with FP32 statistics and half output. Conversion makes it of what computes a LayerNorm."""
 
+    @property
+    def kind(self) -> NormKind:  # type: ignore[override]
+        return NormKind(self.normalized_shape, self.eps, True, False)
+
     def forward(self, input: Tensor) -> Tensor:
-        return self._compute(input, NormKind(self.normalized_shape, self.eps, True, False))
+        return self._compute(input)
 
 
-class LowPrecisionRMSNorm(_Norm, nn.RMSNorm):
+class LowPrecisionRMSNorm(LowPrecisionNorm, nn.RMSNorm):
     """``nn.RMSNorm`` with FP32 statistics and half output. Conversion makes it of modules that compute an RMSNorm.
 
     Attributes:
@@ -57,9 +71,13 @@ class LowPrecisionRMSNorm(_Norm, nn.RMSNorm):
 
     zero_centered: bool
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    @property
+    def kind(self) -> NormKind:  # type: ignore[override]
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
-        return self._compute(x, NormKind(self.normalized_shape, eps, False, self.zero_centered))
+        return NormKind(self.normalized_shape, eps, False, self.zero_centered)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self._compute(x)
 
 
 class Norms(Pattern):
