@@ -24,7 +24,7 @@ class AmaxState:
         weights: which weights were written, and the quantized weights; with scales per tensor ``WeightScales``.
         choice: what ``convert="auto"`` has decided; None before it has.
         groups: the names of layers that compute as one (``group.py``).
-        branches: the branches that a loaded run has learned (``branches.py``).
+        learned: the facts that a loaded run has learned (``learned.py``).
         reduce_amax: the argument of ``share``.
     """
 
@@ -34,7 +34,7 @@ class AmaxState:
         self.weights = WeightStates()
         self.choice: Choice | None = None
         self.groups: list[tuple[str, ...]] = []
-        self.branches: dict[str, list[str]] = {}
+        self.learned: dict[str, dict[str, Any]] = {}
         self.reduce_amax: Callable[[Tensor], None] | None = None
 
     def settle(self, device: torch.device, gathered_as: torch.dtype | None = None) -> None:

@@ -19,7 +19,6 @@ from nemo_lowprec.compute.amaxes import AmaxState, TEAmaxes
 from nemo_lowprec.compute.attention import check_attention, prefer_attention
 from nemo_lowprec.compute.backends import Backend, choose_backend
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
-from nemo_lowprec.compute.branches import learned_branches, restore_branches
 from nemo_lowprec.compute.choice import CHOICE, UNTIMED, Choice
 from nemo_lowprec.compute.class_swap import revert_layers
 from nemo_lowprec.compute.compiled_ops import make_missing_weights
@@ -39,6 +38,7 @@ from nemo_lowprec.compute.half_layers import take_fp32_input, take_fp32_input_in
 from nemo_lowprec.compute.keeping import find_gated, keep_less, may_keep_less
 from nemo_lowprec.compute.kept import Keeps
 from nemo_lowprec.compute.layers_table import describe_layers
+from nemo_lowprec.compute.learned import learned, restore
 from nemo_lowprec.compute.lora import NAME as LORA
 from nemo_lowprec.compute.lora import add_adapters
 from nemo_lowprec.compute.own_parameters import show_own_parameters
@@ -51,7 +51,7 @@ from nemo_lowprec.options import Options
 
 log = logging.getLogger("nemo_lowprec")
 
-_GROUPS, _BRANCHES = "groups", "branches"  # in checkpoints
+_GROUPS, _LEARNED = "groups", "learned"  # in checkpoints
 _KEPT_WEIGHTS = 2**31  # with weight_cache="auto", elements up to which quantized weights are kept: 4 GiB on a GPU
 
 
@@ -283,13 +283,13 @@ class Computation(Column):
                 plan.keeps_weight = plan.keeps_weight and not self._frees_weights and not again
                 plan.is_flat = is_flat(plan)
                 plan.entry.renew()  # CUDA graphs that torch.compile has recorded read the tables of before
-        self._restore_branches()
+        self._restore_learned()
         self._join()
         self._capture_blocks()
 
-    def _restore_branches(self) -> None:
-        if self._model is not None and self.own_amaxes.branches:
-            restore_branches(self._model, self.own_amaxes.branches)
+    def _restore_learned(self) -> None:
+        if self._model is not None and self.own_amaxes.learned:
+            restore(self._model, self.own_amaxes.learned)
 
     def _join(self) -> None:
         """Let the layers compute as one that are known to, and learn of others."""
@@ -449,9 +449,9 @@ class Computation(Column):
         choice = self.own_amaxes.choice
         if self.own_amaxes.groups:
             state[_GROUPS] = [list(names) for names in self.own_amaxes.groups]
-        branches = learned_branches(self._model) if self._model is not None else {}
-        if branches:
-            state[_BRANCHES] = branches
+        facts = learned(self._model) if self._model is not None else {}
+        if facts:
+            state[_LEARNED] = facts
         return state if choice is None else {**state, CHOICE: choice.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -462,10 +462,10 @@ class Computation(Column):
             if choice != self.own_amaxes.choice:
                 self._take(choice)
         self.own_amaxes.groups[:] = [tuple(names) for names in state.get(_GROUPS, [])]
-        self.own_amaxes.branches = dict(state.get(_BRANCHES, {}))
+        self.own_amaxes.learned = dict(state.get(_LEARNED, {}))
         if self._settled:
             self._part()
-            self._restore_branches()
+            self._restore_learned()
             self._join()
 
     def remove(self) -> None:

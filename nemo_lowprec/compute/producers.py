@@ -17,7 +17,7 @@ Scales have to be known before the values: both work with delayed scaling alone,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -61,6 +61,38 @@ class Reader:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Reader, ()  # a copied producer learns anew
+
+    def state_dict(self, names: Mapping[int, str]) -> dict[str, Any] | None:
+        """The layers, and how the first one reads; None where no layer has read a result.
+
+        Args:
+            names: of the layers, by the ids of their ``input`` operands.
+        """
+        layers = [names[id(operand)] for operand in self._operands if id(operand) in names]
+        if len(layers) < len(self._operands) or not layers:
+            return None
+        reads = self.backend is not None and id(self.operand) in names
+        return {
+            "layers": layers,
+            "layer": names[id(self.operand)] if reads else None,
+            "columnwise": [[grad, wanted] for grad, wanted in self._columnwise.items()],
+            "record": self._record,
+            "ambiguous": self._ambiguous,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], plans: Mapping[str, Any]) -> None:
+        """Know the layers of a ``state_dict`` by their ``GemmPlan``; nothing is known where a plan is missing."""
+        self.forget()
+        found = [plans[name] for name in state["layers"] if name in plans and "input" in plans[name].operands]
+        if len(found) < len(state["layers"]):
+            return
+        self._operands = [plan.operands["input"] for plan in found]
+        self._ambiguous = state["ambiguous"]
+        if state["layer"] is not None:
+            plan = plans[state["layer"]]
+            self.backend, self.operand, self.half = plan.backend, plan.operands["input"], plan.half
+            self._inputs, self._record = plan.inputs, state["record"]
+            self._columnwise = {grad: wanted for grad, wanted in state["columnwise"]}
 
     def learn(
         self, inputs: Any, backend: Backend, operand: Operand, half: torch.dtype, columnwise: bool, record: bool

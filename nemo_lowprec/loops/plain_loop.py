@@ -22,7 +22,7 @@ from nemo_lowprec.grads import FoundInf
 from nemo_lowprec.loops.grad_scaler import tell_grad_scaler
 
 _OWN = {  # of the engine's state, in the optimizer's
-    "fp8": "fp8_histories", "te": "te_histories", "groups": "fp8_groups", "branches": "residual_branches",
+    "fp8": "fp8_histories", "te": "te_histories", "groups": "fp8_groups", "learned": "fp8_learned",
     "speed": "fp8_layers",
 }  # fmt: skip
 
