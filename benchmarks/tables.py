@@ -17,6 +17,7 @@ from benchmarks import (
     choice_tables,
     everyday_tables,
     expert_tables,
+    face_tables,
     fault_tables,
     headline_tables,
     kernel_tables,
@@ -41,7 +42,8 @@ from nemo_lowprec.chart import CHART, COLUMNS
 _ROOT = Path(__file__).parent.parent
 _DOCS = _ROOT / "docs"
 README, MEASURED = _ROOT / "README.rst", _DOCS / "measured.rst"
-_PAGES = ("figures", "watching", "profiling", "advising", "which_level", "numerics", "support")
+_MADE = ("from_accelerate", "from_msamp", "from_nemo")
+_PAGES = ("figures", "watching", "profiling", "advising", "which_level", "numerics", "support", *_MADE)
 LEVEL_PAGES = tuple(_DOCS / "levels" / f"{name}.rst" for name in ("index", *CHART))
 DOCUMENTS = (README, MEASURED, *(_DOCS / f"{name}.rst" for name in _PAGES), *LEVEL_PAGES)
 
@@ -91,6 +93,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "levels_chart": levels_chart,
     "which_level": choice_tables.which_level,
     "formats_table": numerics.formats_table,
+    "accelerate_settings": face_tables.accelerate_settings,
+    "msamp_refused": face_tables.msamp_refused,
+    "aliases": face_tables.aliases,
     "versions": support_tables.versions,
     "ran_on": support_tables.ran_on,
     "gpu_tests": support_tables.gpu_tests,

@@ -1,6 +1,7 @@
 """The site: ``sphinx-build -W --keep-going -b html docs build/site``.
 
-Pages are reStructuredText that GitHub's viewer shows, too. What the site adds is in ``_extensions/``.
+Pages are reStructuredText that GitHub's viewer shows, too, and notebooks with the outputs of their last run. What the site
+adds is in ``_extensions/``.
 """
 
 import sys
@@ -15,11 +16,11 @@ project = "nemo_lowprec"
 version = release = __version__
 copyright = "the authors of nemo_lowprec, Apache-2.0"
 extensions = [
-    *("sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "myst_parser"),
+    *("sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "myst_nb"),
     *("breakable_names", "llms_txt", "page_links", "tables_behind"),
 ]
 exclude_patterns = ["_extensions"]
-include_patterns = ["**.rst"]
+include_patterns = ["**.rst", "notebooks/*.ipynb"]
 smartquotes = False
 suppress_warnings = ["myst.header"]  # of the changelog, which has its title from the page
 
@@ -37,4 +38,5 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
+nb_execution_mode = "off"  # tests/packaging/test_notebooks.py runs them
 tables_behind = ["measured", "advising"]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nemo_lowprec.chart import PrecisionLevel, get_level
+from nemo_lowprec.chart import PrecisionLevel, get_level, preset_of
 from nemo_lowprec.compat.accelerate import is_prepared, note_skipped
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.loops.fp8_settings import level_of
@@ -65,7 +65,7 @@ def choose(
             "level='bf16_with_fp8_mixed'."
         )
     row = get_level(level)
-    options = dict(options)
+    options = preset_of(level) | options
     half = options.pop("half", None) if row.half else None
     row = row.with_half(half or ("fp16" if row.half and precision == "fp16" else row.autocast))
     if row.has_loss_scale and precision != "fp16":

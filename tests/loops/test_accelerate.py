@@ -346,3 +346,9 @@ def test_two_processes_average_accumulate_and_resume(tmp_path):
     assert_same(first, second)  # gathered losses, norms of averaged gradients and weights
     for epochs in first.values():
         assert epochs[-1][0] < epochs[0][0]
+
+
+def test_an_alias_brings_its_arguments():
+    accelerator, model = started(), net()
+    prepare(accelerator, model, torch.optim.AdamW(model.parameters()), level="bf16_with_fp8_delayed_scaling_mixed")
+    assert Engine.of(model).options.chosen == {"fp8_params": True}

@@ -175,6 +175,7 @@ def test_what_cannot_be_trained_is_refused_before(tmp_path):
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         with pytest.raises(error, match=message):
             trainer(tmp_path, level, level_options=level_options, **options)
+
     mine = trainer(tmp_path, "msamp_o2", optim="adagrad")
     with pytest.raises(ValueError, match="Adagrad has no low-bit form"):
         mine.train()
@@ -184,6 +185,13 @@ def test_what_cannot_be_trained_is_refused_before(tmp_path):
     other = LowPrecisionTrainer(mine.model, mine.args, train_dataset=mine.train_dataset, level="bf16_mixed")
     with pytest.raises(ValueError, match="converted already"):
         other.train()
+
+
+def test_copies_on_several_gpus_are_refused(tmp_path):
+    settings = TrainingArguments(str(tmp_path), use_cpu=True)
+    settings._n_gpu = 2  # what transformers finds where a process of its own sees two GPUs
+    with pytest.raises(ValueError, match=r"2 GPUs by torch\.nn\.DataParallel.*torchrun"):
+        LowPrecisionTrainer(make_model("vit"), settings, level="bf16_mixed")
 
 
 def on_two(rank, folder):

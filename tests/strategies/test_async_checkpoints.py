@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from nemo_lowprec.checkpoint import sharded_folder, writing
@@ -15,8 +16,6 @@ from nemo_lowprec.strategies import LowPrecisionShardedStrategy
 from nemo_lowprec.train import check_ckpt_path
 from tests.processes import on_processes
 from tests.support import Net, Samples, plugin, trainer
-
-dcp = sharded_folder.dcp
 
 
 class Gate(Callback):
