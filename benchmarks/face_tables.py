@@ -51,20 +51,26 @@ def accelerate_settings() -> str:
         except ValueError as error:
             cell = f"Refused: {_literal(str(error))}"
         rows.append((_setting(setting), cell))
-    return block(f"{len(rows)} settings, and the level or the argument that each becomes.", _table("Setting", rows))
+    return block(
+        f"A row for each of {len(rows)} settings: the level, or the argument, that it becomes.", _table("Setting", rows)
+    )
 
 
 def msamp_refused() -> str:
     """MS-AMP's names without a counterpart."""
-    rows = [(f"``msamp.{name}``", _literal(way)) for name, way in WAYS_OUT.items()]
-    return block(f"{len(rows)} names and modules, each with the way out.", rst_table(("Refused", "Way out"), rows))
+    names: dict[str, list[str]] = {}
+    for name, way in WAYS_OUT.items():
+        names.setdefault(way, []).append(f"``msamp.{name}``")
+    rows = [(", ".join(of), _literal(way)) for way, of in names.items()]
+    said = f"Of MS-AMP's names and modules {len(WAYS_OUT)} are refused, each with the way out."
+    return block(said, rst_table(("Refused", "Way out"), rows))
 
 
 def aliases() -> str:
     """Megatron-Bridge's names of recipes that are none of the chart's."""
     rows = [(f"``{name}``", f"``{alias.level}``: {_call(alias.options)}") for name, alias in ALIASES.items()]
     rows += [(f"``{name}``", f"Refused; the nearest level is ``{level}``") for name, level in NOT_SERVED.items()]
-    said = f"{len(ALIASES)} more names of levels beside the {len(CHART)} of the chart, and {len(NOT_SERVED)} refused."
+    said = f"Beside the {len(CHART)} names of the chart there are {len(ALIASES)} more, and {len(NOT_SERVED)} recipes are refused."
     return block(said, _table("Recipe", rows))
 
 

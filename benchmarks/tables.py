@@ -29,6 +29,7 @@ from benchmarks import (
     muon_tables,
     numerics,
     parallel_tables,
+    part_pictures,
     step_tables,
     support_tables,
     watch_tables,
@@ -80,6 +81,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "megatron_parity_picture": megatron_tables.parity_picture,
     "megatron_seeds_picture": megatron_tables.seeds_picture,
     **bar_pictures.PICTURES,
+    **part_pictures.PICTURES,
     **numerics.PICTURES,
 }
 

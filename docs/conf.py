@@ -1,7 +1,7 @@
 """The site: ``sphinx-build -W --keep-going -b html docs build/site``.
 
-Pages are reStructuredText that GitHub's viewer shows, too, and notebooks with the outputs of their last run. What the site
-adds is in ``_extensions/``.
+Pages are reStructuredText that GitHub's viewer shows, too, and notebooks with the outputs of a run. What the site adds
+is in ``_extensions/``.
 """
 
 import sys

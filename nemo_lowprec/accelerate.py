@@ -51,7 +51,7 @@ def prepare(
         options: the arguments of the level, but for the loss scale, which is ``GradScalerKwargs``'s.
 
     Returns:
-        (model, optimizer, *others), prepared.
+        ``(model, optimizer, *others)``, prepared.
 
     Raises:
         ValueError: a level that does not agree with ``mixed_precision``, FSDP, DeepSpeed or another engine of

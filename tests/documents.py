@@ -6,8 +6,9 @@ import re
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-__all__ = ["DOCS", "DOCUMENTS", "ROOT", "Block", "block", "blocks", "inline_commands"]
+__all__ = ["DOCS", "DOCUMENTS", "ROOT", "Block", "block", "blocks", "inline_commands", "python"]
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -50,6 +51,12 @@ def block(document: str, start: str) -> Block:
     """The block of a document that starts with these words; there is one."""
     (found,) = (b for b in blocks() if b.document == document and b.code.startswith(start))
     return found
+
+
+def python(b: Block, **names: Any) -> dict[str, Any]:
+    """Run a block of Python; what it has made."""
+    exec(compile(b.code, b.document, "exec"), names)
+    return names
 
 
 def inline_commands() -> list[str]:

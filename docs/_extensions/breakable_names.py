@@ -1,7 +1,8 @@
-"""Lets long names in cells of tables break behind their underscores; copied text is as it was."""
+"""Lets long names break behind underscores: in cells of tables, titles and the sidebar. Copied text is as it was."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from docutils import nodes
@@ -9,8 +10,8 @@ from sphinx.application import Sphinx
 
 
 def let_break(app: Sphinx, doctree: nodes.document, page: str) -> None:
-    """Put a place to break behind each underscore."""
-    for entry in doctree.findall(nodes.entry):
+    """Put a place to break behind each underscore of a table's cells and of titles."""
+    for entry in [*doctree.findall(nodes.entry), *doctree.findall(nodes.title)]:
         for text in [t for t in entry.findall(nodes.Text) if "_" in t]:
             parts: list[nodes.Node] = []
             for part in text.split("_"):
@@ -19,6 +20,13 @@ def let_break(app: Sphinx, doctree: nodes.document, page: str) -> None:
             text.parent.replace(text, parts)
 
 
+def let_break_beside(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """The same for the titles of other pages, beside the page."""
+    tree = context.get("furo_navigation_tree", "")
+    context["furo_navigation_tree"] = re.sub(r"(?<=>)[^<]*_[^<]*", lambda m: m[0].replace("_", "_<wbr>"), tree)
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("doctree-resolved", let_break)
+    app.connect("html-page-context", let_break_beside, priority=900)  # behind the theme's own
     return {"parallel_read_safe": True, "parallel_write_safe": True}

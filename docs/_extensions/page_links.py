@@ -16,15 +16,16 @@ from sphinx.transforms import SphinxTransform
 from sphinx.util import logging
 
 _log = logging.getLogger(__name__)
+_PAGES = (".rst", ".ipynb")
 
 
 def link_pages(app: Sphinx, doctree: nodes.document, page: str) -> None:
     """Point links to files of pages at the pages."""
     for link in list(doctree.findall(nodes.reference)):
         file, _, place = link.get("refuri", "").partition("#")
-        if not file.endswith(".rst") or "://" in file:
+        if not file.endswith(_PAGES) or "://" in file:
             continue
-        other = posixpath.normpath(posixpath.join(posixpath.dirname(page), file)).removesuffix(".rst")
+        other = posixpath.normpath(posixpath.join(posixpath.dirname(page), posixpath.splitext(file)[0]))
         if other not in app.env.found_docs:
             _log.warning("%s is no page", file, location=link)
             continue

@@ -103,7 +103,7 @@ class Computation(Column):
         self._joined: LayerGroups | None = None
         self._first: FirstStep | None = None
         self._not_called: dict[str, str] = {}
-        self._settled = self._waits = self._training = False
+        self._settled = self._waits = self._training = self._looked_at_modes = False
         self.when_decided: Callable[[], None] | None = None
 
     def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
@@ -426,6 +426,28 @@ class Computation(Column):
             self._end_first_step(self._first)
         if self.is_undecided:
             self._decide()
+        if not self._looked_at_modes:
+            self._look_at_modes()
+
+    def _look_at_modes(self) -> None:
+        """After the first step warn of trained layers in evaluation mode, whose amaxes nobody records."""
+        self._looked_at_modes = True
+        if self.own_amaxes.histories is None or self._model is None:
+            return
+        evaluating = [
+            plan.name
+            for module in self._model.modules() if not module.training
+            for weight, plan in gemm_plans(module).items()
+            if plan.recipe is not None and module.get_parameter(weight).requires_grad
+        ]  # fmt: skip
+        if evaluating:
+            warnings.warn(
+                f"{self.options.level.name}: {len(evaluating)} of the converted layers were trained in evaluation "
+                "mode, in which delayed scaling records no amax and layers are not computed together: "
+                f"{', '.join(as_patterns(evaluating))}. transformers' from_pretrained returns models in this mode. "
+                "Call model.train() before the training.",
+                stacklevel=2,
+            )
 
     def _end_first_step(self, first: FirstStep) -> None:
         """Warn of layers in the table that nobody has called."""

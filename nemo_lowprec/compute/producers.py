@@ -127,6 +127,10 @@ class Reader:
         fits = half == self.half and record == self._record and grad in self._columnwise
         return fits and slot is not None and not slot.cold and rows > 0 and rows % self.backend.row_multiple == 0
 
+    def called(self, grad: bool) -> None:
+        """The producer has returned a result, with autograd on if ``grad``; a layer that reads it learns for that."""
+        self._grad = grad
+
     @property
     def columnwise(self) -> bool:
         """Whether the layer reads the columnwise data, too, for its weight's gradient."""
@@ -203,6 +207,7 @@ def computed(values: Tensor) -> Tensor:
 
 def name_reader(result: Tensor, reader: Reader) -> None:
     """Let the layer that reads ``result`` tell ``reader`` of itself."""
+    reader.called(torch.is_grad_enabled())
     result.__dict__[_READER] = reader, result._version
 
 

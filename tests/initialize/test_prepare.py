@@ -1,6 +1,7 @@
 """``prepare``: every level in a loop without Lightning, as torch's own loop has it."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -236,3 +237,21 @@ def test_ddp_averages_at_every_kind_of_level(tmp_path):
 
 def test_the_package_has_it():
     assert nemo_lowprec.prepare is prepare
+
+
+def test_layers_that_are_trained_in_evaluation_mode_are_warned_of_once():
+    def train(level, evaluates):
+        model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.Linear(32, 4))
+        model, optimizer = nemo_lowprec.prepare(model, level=level, backend="reference")
+        model.train(not evaluates)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                model(torch.randn(16, 32)).sum().backward()
+                optimizer.step()
+        return [str(w.message) for w in caught if "evaluation mode" in str(w.message)]
+
+    (message,) = train("bf16_with_fp8_mixed", evaluates=True)
+    assert message.startswith("bf16_with_fp8_mixed: 2 of the converted layers") and "model.train()" in message
+    assert train("bf16_with_fp8_mixed", evaluates=False) == []
+    assert train("bf16_with_fp8_current_scaling_mixed", evaluates=True) == []

@@ -30,7 +30,7 @@ from nemo_lowprec.conf.compare_line import CompareLine
 from nemo_lowprec.report.findings import LevelDiffersError
 from nemo_lowprec.report.monitor import read_run
 from tests.commands import answer
-from tests.documents import DOCUMENTS, ROOT, Block, block, blocks, inline_commands
+from tests.documents import DOCUMENTS, ROOT, block, blocks, inline_commands, python
 from tests.processes import of_a_shell
 
 SHORT = [
@@ -47,6 +47,25 @@ SMALL = [
 ]
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for more GPUs than a machine may have")
 
+# Pages of faces and of those who come from elsewhere, with the first words of their blocks.
+GUIDES = {
+    "from_transformer_engine": ("import torch", "nemo-lowprec migrate", "from lightning.pytorch import Trainer"),
+    "from_msamp": (
+        *("import msamp", "nemo-lowprec migrate", "from nemo_lowprec import msamp", "from torch.nn.parallel"),
+        "from lightning.pytorch import Trainer",
+    ),
+    "from_accelerate": (
+        *(f"from accelerate import Accelerator\n{second}" for second in ("from nemo", "from accel", "import nemo")),
+        *("nemo-lowprec migrate", "fp8_config:"),
+        *("from nemo_lowprec.accelerate import level_of", "from transformers import TrainingArguments"),
+    ),
+    "from_nemo": ("from nemo_lowprec import bf16_with_fp8_mixed", "from nemo_lowprec import LowPrecision"),
+    "fabric": (
+        *("from lightning.fabric import Fabric", "fabric.clip_gradients", "for index, batch", "import torch"),
+        *("state = ", "watch = "),
+    ),
+    "lightning_cli": ("from lightning.pytorch.cli", "python train.py fit", "trainer:"),
+}
 # Blocks that another test runs, or none can: the first words, and where or why.
 ELSEWHERE = {
     ("README.rst", "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e '.[recipes]'"): ".ci/run",
@@ -58,6 +77,10 @@ ELSEWHERE = {
     ("launching.rst", "#!/bin/bash\n#SBATCH"): "tests/packaging/test_launching.py",
     ("launching.rst", "import nemo_run as run"): "tests/packaging/test_launching.py",
     ("megatron.rst", "from nemo.collections import llm"): "tests/megatron/test_in_nemo.py",
+    **{(f"{page}.rst", start): "tests/packaging/test_guides.py" for page, starts in GUIDES.items() for start in starts},
+    ("from_accelerate.rst", "pip install ./distributions/msamp"): "tests/packaging/test_msamp.py",
+    ("from_accelerate.rst", "accelerator = Accelerator(mixed_precision"): "tests/packaging/test_msamp.py",
+    ("from_nemo.rst", "from nemo.collections import llm"): "tests/megatron/test_in_nemo.py",
     ("megatron.rst", "pip install torch=="): "an environment of its own, of several gigabytes",
 }
 HERE = {
@@ -139,12 +162,6 @@ def run_at_once(line: str, folder: Path, more: list[str]) -> str:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder where the first run leaves the data that it prepares."""
     return tmp_path_factory.mktemp("place")
-
-
-def python(b: Block, **names: Any) -> dict[str, Any]:
-    """Run a block of Python; what it has made."""
-    exec(compile(b.code, b.document, "exec"), names)
-    return names
 
 
 @WITHOUT_GPU

@@ -14,7 +14,9 @@ from benchmarks.tables import MEASURED
 from nemo_lowprec import CHART
 from tests.documents import DOCS
 
-PAGES = sorted(path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.rst"))
+PAGES = sorted(
+    path.relative_to(DOCS).with_suffix("").as_posix() for kind in ("*.rst", "*.ipynb") for path in DOCS.rglob(kind)
+)
 
 
 class Page(HTMLParser):
@@ -79,7 +81,8 @@ def test_no_link_leads_nowhere(pages: dict[Path, Page]) -> None:
         if not file.is_file() or (name and file in pages and name not in pages[file].names)
     ]
     assert len(found) > 1000 and not dead
-    assert not [link for page in pages.values() for link in page.links if urlsplit(link).path.endswith(".rst")]
+    paths = [urlsplit(link).path for page in pages.values() for link in page.links]
+    assert not [path for path in paths if path.endswith((".rst", ".ipynb"))]
 
 
 def test_every_picture_is_there_with_words_in_its_place(pages: dict[Path, Page]) -> None:
