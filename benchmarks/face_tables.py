@@ -70,7 +70,8 @@ def aliases() -> str:
     """Megatron-Bridge's names of recipes that are none of the chart's."""
     rows = [(f"``{name}``", f"``{alias.level}``: {_call(alias.options)}") for name, alias in ALIASES.items()]
     rows += [(f"``{name}``", f"Refused; the nearest level is ``{level}``") for name, level in NOT_SERVED.items()]
-    said = f"Beside the {len(CHART)} names of the chart there are {len(ALIASES)} more, and {len(NOT_SERVED)} recipes are refused."
+    more = f"{len(ALIASES)} more, and {len(NOT_SERVED)} recipes are refused"
+    said = f"Beside the {len(CHART)} names of the chart there are {more}."
     return block(said, _table("Recipe", rows))
 
 

@@ -65,9 +65,9 @@ class LowPrecisionTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         if self.args.n_gpu > 1:
             raise ValueError(
-                f"transformers would copy the model to {self.args.n_gpu} GPUs by torch.nn.DataParallel, whose copies get "
-                "no gradients in FP8. Start a process for each GPU (torchrun --nproc_per_node, accelerate launch), or "
-                "set CUDA_VISIBLE_DEVICES to one GPU."
+                f"transformers would copy the model to {self.args.n_gpu} GPUs by torch.nn.DataParallel, whose copies "
+                "get no gradients in FP8. Start a process for each GPU (torchrun --nproc_per_node, accelerate launch), "
+                "or set CUDA_VISIBLE_DEVICES to one GPU."
             )
         row, options = choose(self.accelerator, self._level, self._level_options)
         check_options(self.accelerator, row, options)
