@@ -19,7 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nemo_lowprec.chart import PrecisionLevel
-from nemo_lowprec.loops.accelerated import prepare_all
+from nemo_lowprec.compat.accelerate import is_prepared
+from nemo_lowprec.loops.accelerated import check_options, choose, convert, without_own_fp8
 from nemo_lowprec.loops.fp8_settings import level_of
 
 __all__ = ["level_of", "prepare"]
@@ -59,4 +60,14 @@ def prepare(
             ``nemo_lowprec.prepare``.
         TypeError: an unknown option.
     """
-    return prepare_all(accelerator, model, optimizer, *others, level=level, **options)
+    if isinstance(model, nn.Module) and is_prepared(model):
+        raise ValueError(
+            "The Accelerator has prepared this model already. Give the plain model and its optimizer to this prepare, "
+            "which calls accelerator.prepare on both."
+        )
+    row, arguments = choose(accelerator, level, options)
+    check_options(accelerator, row, arguments)
+    more = [other for other in others if isinstance(other, Optimizer)]
+    first = convert(accelerator, model, [optimizer, *more], row, arguments)
+    with without_own_fp8(accelerator):
+        return tuple(accelerator.prepare(model, first, *others))

@@ -33,12 +33,12 @@ def _readers(model: nn.Module) -> dict[str, Reader]:
 
 
 def learned(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """The facts about ``model``, as plain values; without a kind of which no pass has learned any.
+    """The facts about ``model``, as plain values.
 
     Returns:
         ``branches``: by the name of the weight of a branch's last layer, the name of the norm that reads the sum behind
         the branch and the dtype that the norm writes, or an empty list for an unknown norm. ``readers``: by the name of
-        a module, ``Reader.state_dict``.
+        a module, ``Reader.state_dict``. A key without facts is left out.
     """
     plans = _plans(model)
     norms = {id(m.weight): name for name, m in model.named_modules() if isinstance(m, LowPrecisionNorm)}

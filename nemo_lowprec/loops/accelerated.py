@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nemo_lowprec.chart import PrecisionLevel, get_level, preset_of
-from nemo_lowprec.compat.accelerate import is_prepared, note_skipped
+from nemo_lowprec.compat.accelerate import note_skipped
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.loops.fp8_settings import level_of
 from nemo_lowprec.loops.prepare import prepare_parsed
@@ -168,25 +168,3 @@ def without_own_fp8(accelerator: Any) -> Iterator[None]:
     finally:
         if launched is not None:
             os.environ[_BACKEND] = launched
-
-
-def prepare_all(
-    accelerator: Any,
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    *others: Any,
-    level: str | PrecisionLevel | None = None,
-    **options: Any,
-) -> tuple[Any, ...]:
-    """``nemo_lowprec.accelerate.prepare``."""
-    if isinstance(model, nn.Module) and is_prepared(model):
-        raise ValueError(
-            "The Accelerator has prepared this model already. Give the plain model and its optimizer to this prepare, "
-            "which calls accelerator.prepare on both."
-        )
-    row, arguments = choose(accelerator, level, options)
-    check_options(accelerator, row, arguments)
-    more = [other for other in others if isinstance(other, Optimizer)]
-    first = convert(accelerator, model, [optimizer, *more], row, arguments)
-    with without_own_fp8(accelerator):
-        return tuple(accelerator.prepare(model, first, *others))

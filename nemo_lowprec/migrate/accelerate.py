@@ -46,13 +46,7 @@ def _recipe_kind(script: Script, node: cst.CSTNode) -> str:
 
 def _accelerator(script: Script, call: cst.Call, used: set[cst.CSTNode]) -> Change | None:
     """Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe]) and the call of prepare on it."""
-    for arg in call.args:
-        if arg.star:
-            raise Obstacle(
-                arg, f"{'*' * len(arg.star)}{script.short(arg.value)} is known only when the script runs; FP8 in it is "
-                "not migrated.",
-            )  # fmt: skip
-    given = {arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None}
+    given = script.keywords(call, "FP8")
     handlers = given.get("kwargs_handlers")
     listed = script.resolve(handlers) if handlers is not None else None
     recipe = _recipe_in(script, listed)

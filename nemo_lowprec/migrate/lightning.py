@@ -111,13 +111,7 @@ def _notes(node: cst.CSTNode, level: str, weight: str) -> Notes:
 
 def _trainer(script: Script, call: cst.Call, seen: set[cst.CSTNode]) -> Change | None:
     """Trainer(precision="transformer-engine") gets the level as a plugin."""
-    for arg in call.args:
-        if arg.star:
-            raise Obstacle(
-                arg, f"{'*' * len(arg.star)}{script.short(arg.value)} is known only when the script runs; a precision "
-                "or plugin of Transformer Engine in it is not migrated.",
-            )  # fmt: skip
-    given = {arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None}
+    given = script.keywords(call, "a precision or plugin of Transformer Engine")
     node = given.get("precision")
     if node is None:
         return None

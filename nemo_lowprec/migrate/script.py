@@ -169,6 +169,18 @@ class Script:
         text = " ".join(self.text(node).split())
         return text if len(text) <= 60 else f"{text[:57]}..."
 
+    def keywords(self, call: cst.Call, subject: str) -> dict[str, cst.BaseExpression]:
+        """The values of the arguments of ``call`` that have a name.
+
+        Raises:
+            Obstacle: ``*arguments`` or ``**options``, in which ``subject`` may be.
+        """
+        for arg in call.args:
+            if arg.star:
+                given = f"{'*' * len(arg.star)}{self.short(arg.value)}"
+                raise Obstacle(arg, f"{given} is known only when the script runs; {subject} in it is not migrated.")
+        return {arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None}
+
     def unused(self) -> dict[str, list[cst.CSTNode]]:
         """Import aliases and single assignments that no place of the script reads, by the names that they bind.
 

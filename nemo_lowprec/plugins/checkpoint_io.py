@@ -107,22 +107,31 @@ def _load_with_own_io(self: Strategy, *args: Any, **kwargs: Any) -> dict[str, An
         return _load_checkpoint(self, *args, **kwargs)
 
 
-@wraps(_save_checkpoint)
-def _save_together(self: Strategy, *args: Any, **kwargs: Any) -> None:
-    """Raise the NotWrittenError of one process on all processes: the others would wait for this process."""
-    if _of_plugin(self) is None:
-        _save_checkpoint(self, *args, **kwargs)
-        return
+@contextmanager
+def writing_together(strategy: Any) -> Iterator[None]:
+    """Context of all processes of ``strategy``, of which one writes: the others would wait for a process that fails.
+
+    Raises:
+        NotWrittenError: the writing process's, on all processes.
+    """
     error: NotWrittenError | None = None
     try:
-        with _own_io(self):
-            _save_checkpoint(self, *args, **kwargs)
+        yield
     except NotWrittenError as found:
         error = found
-    if getattr(self, "world_size", 1) > 1:
+    if getattr(strategy, "world_size", 1) > 1:
         raise_together(error)
     elif error is not None:
         raise error
+
+
+@wraps(_save_checkpoint)
+def _save_together(self: Strategy, *args: Any, **kwargs: Any) -> None:
+    if _of_plugin(self) is None:
+        _save_checkpoint(self, *args, **kwargs)
+        return
+    with writing_together(self), _own_io(self):
+        _save_checkpoint(self, *args, **kwargs)
 
 
 Strategy.load_checkpoint = _load_with_own_io  # type: ignore[method-assign]

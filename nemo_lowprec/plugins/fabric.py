@@ -7,7 +7,7 @@ strategy of Fabric is given a ``LowPrecision``, it gets the ``FabricPrecision`` 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -55,6 +55,8 @@ class FabricPrecision(Precision):
         self.precision = options.level.name  # type: ignore[assignment]
         self.strategy = strategy
         self._models: list[tuple[ref[Engine], Callable[[], bool]]] = []
+        self._undo = ExitStack()
+        self._in_forward = False
         if not isinstance(strategy, self.trains_with) or isinstance(strategy, DeepSpeedStrategy):  # a DDPStrategy
             raise ValueError(
                 f"{self.level.name} does not train with Fabric's {type(strategy).__name__}. Use one device, "
@@ -138,12 +140,11 @@ class FabricPrecision(Precision):
         return ddp
 
     def begin(self, module: nn.Module, engine: Engine, synchronizes: Callable[[], bool] = lambda: True) -> None:
-        """Note how backward passes of ``module`` are synchronized, and log what is converted."""
+        """Note how backward passes of ``module`` are synchronized, and log the table of layers."""
         self._models = [(made, synchronizes if made() is engine else other) for made, other in self._models]
         if isinstance(module, pl.LightningModule):  # on one device Fabric calls its steps outside of any context
-            undo = ExitStack()
             for name in _STEPS:
-                replace_attribute(undo, module, name, self._in_context(getattr(module, name)))
+                replace_attribute(self._undo, module, name, self._in_context(getattr(module, name)))
         say_what_is_converted(engine)
         engine.columns.computation.when_decided = partial(say_what_is_converted, engine)
 
@@ -163,7 +164,7 @@ class FabricPrecision(Precision):
 
     def _in_context(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self.forward_context():
+            with nullcontext() if self._in_forward else self.forward_context():
                 return step(*args, **kwargs)
 
         return run
@@ -184,7 +185,11 @@ class FabricPrecision(Precision):
         with ExitStack() as stack:
             for engine in self.engines:
                 stack.enter_context(engine.forward_context())
-            yield
+            before, self._in_forward = self._in_forward, True
+            try:
+                yield
+            finally:
+                self._in_forward = before
 
     @override
     def convert_output(self, data: Any) -> Any:
@@ -258,6 +263,7 @@ class FabricPrecision(Precision):
         for engine in self.engines:
             engine.step.settle()
             engine.revert()
+        self._undo.close()
         self._models.clear()
 
 

@@ -28,11 +28,9 @@ from typing_extensions import override
 
 from nemo_lowprec.checkpoint.sharded_folder import restore
 from nemo_lowprec.checkpoint.torch_zip import load
-from nemo_lowprec.checkpoint.writing import NotWrittenError
-from nemo_lowprec.comm import raise_together
 from nemo_lowprec.compat.distributed import fsdp_units
 from nemo_lowprec.engine import Engine, mixed_precision_policy
-from nemo_lowprec.plugins.checkpoint_io import AtomicFileIO
+from nemo_lowprec.plugins.checkpoint_io import AtomicFileIO, writing_together
 from nemo_lowprec.plugins.fabric import FabricPrecision
 from nemo_lowprec.plugins.precision import LowPrecision
 from nemo_lowprec.strategies.fabric_checkpoint import OWN, load_sharded, loaded, save_sharded
@@ -172,15 +170,8 @@ def _save_whole(self: Strategy, path: Any, state: dict[str, Any], *args: Any, **
     if not isinstance(self.precision, FabricPrecision) or not any(isinstance(v, _SAVED) for v in state.values()):
         _save(self, path, state, *args, **kwargs)
         return
-    error: NotWrittenError | None = None
-    try:
+    with writing_together(self):
         _save(self, path, {**state, OWN: self.precision.state_dict()}, *args, **kwargs)
-    except NotWrittenError as found:
-        error = found
-    if getattr(self, "world_size", 1) > 1:
-        raise_together(error)
-    elif error is not None:
-        raise error
 
 
 @wraps(_load)

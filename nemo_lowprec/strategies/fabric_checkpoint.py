@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from nemo_lowprec.checkpoint.sharded_folder import begin_sharded, in_full, is_folder, read_folder, restore
 from nemo_lowprec.checkpoint.torch_zip import load
 from nemo_lowprec.checkpoint.writing import recover
-from nemo_lowprec.comm import raise_together
 from nemo_lowprec.compat.lightning import check_keys, saves_a_folder, states_of
-from nemo_lowprec.plugins.checkpoint_io import AtomicFileIO
+from nemo_lowprec.plugins.checkpoint_io import AtomicFileIO, writing_together
 
 OWN = "nemo_lowprec"  # key of the plugin's state, in a checkpoint
 
@@ -44,13 +43,10 @@ def save_sharded(strategy: Any, path: Path, state: dict[str, Any], filter: dict[
         }
         begin_sharded(folder, path)()
         return
-    whole, error = in_full({**states, OWN: own}), None
-    if strategy.is_global_zero:
-        try:
+    whole = in_full({**states, OWN: own})
+    with writing_together(strategy):
+        if strategy.is_global_zero:
             AtomicFileIO().save_checkpoint(whole, path)
-        except OSError as found:
-            error = found
-    raise_together(error)
 
 
 def load_sharded(strategy: Any, path: Path, state: dict[str, Any], strict: bool) -> dict[str, Any]:

@@ -299,6 +299,7 @@ def test_a_model_is_given_back_when_fabric_is_torn_down():
     assert Engine.of(net) is not None
     made.strategy.teardown()
     assert Engine.of(net) is None and {type(p) for p in net.parameters()} == {nn.Parameter}
+    assert "training_step" not in vars(net)
     assert net.training_step(next(iter(loader())), 0) > 0
 
 

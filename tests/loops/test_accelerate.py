@@ -230,33 +230,34 @@ def test_memory_is_free_for_another_training():
         assert model is None and accelerator._models == []
 
 
-def refused(message, level="bf16_mixed", error=ValueError, model=None, **options):
-    model, arguments = model or net(), {}
-    for name in [name for name in options if name in ("half", "loss_scale", "gradient_release", "fp8_margin")]:
-        arguments[name] = options.pop(name)
-    accelerator = started(**options)
+HOOK = DistributedDataParallelKwargs(comm_hook=accelerate.DDPCommunicationHookType.BF16)
+# (message, level, its arguments, the Accelerator's)
+REFUSED = [
+    (r"fp16_mixed computes in FP16 .*mixed_precision='fp16'.* not with 'bf16'", "fp16_mixed", {},
+     {"mixed_precision": "bf16"}),
+    (r"fp16_amp computes in FP16 .* not with 'no'", "fp16_amp", {}, {}),
+    (r"msamp_o1 computes in FP16", "msamp_o1", {"half": "fp16"}, {"mixed_precision": "bf16"}),
+    (r"bf16_mixed computes in BF16.* not with 'fp16'", "bf16_mixed", {}, {"mixed_precision": "fp16"}),
+    (r"msamp_o1 computes in BF16", "msamp_o1", {"half": "bf16"}, {"mixed_precision": "fp16"}),
+    ("Name one, such as level='bf16_with_fp8_mixed'", None, {}, {}),
+    ("Unknown precision level", "bf16", {}, {}),
+    ("GradScalerKwargs", "fp16_mixed", {"loss_scale": 8.0}, {"mixed_precision": "fp16"}),
+    ("takes no 'fp8_margin'", "bf16_mixed", {"fp8_margin": 1}, {}),
+    ("gradient_accumulation_steps must be 1", "msamp_o2", {"gradient_release": True},
+     {"gradient_accumulation_steps": 2}),
+    ("gradient_release", "msamp_o2", {"gradient_release": True}, {"mixed_precision": "fp16"}),
+    ("comm_hook='bf16' would have no effect", "bf16_mixed", {}, {"kwargs_handlers": [HOOK]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "level", "arguments", "options"), REFUSED)
+def test_what_cannot_be_trained_is_refused_before(message, level, arguments, options):
+    accelerator, model = started(**options), net()
+    error = TypeError if {"loss_scale", "fp8_margin"} & arguments.keys() else ValueError
     with pytest.raises(error, match=message):
         prepare(accelerator, model, torch.optim.AdamW(model.parameters()), level=level, **arguments)
     assert all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in model.parameters())
     assert Engine.of(model) is None
-
-
-def test_what_cannot_be_trained_is_refused_before():
-    refused(
-        r"fp16_mixed computes in FP16 .*mixed_precision='fp16'.* not with 'bf16'", "fp16_mixed", mixed_precision="bf16"
-    )
-    refused(r"fp16_amp computes in FP16 .* not with 'no'", "fp16_amp")
-    refused(r"msamp_o1 computes in FP16", "msamp_o1", half="fp16", mixed_precision="bf16")
-    refused(r"bf16_mixed computes in BF16.* not with 'fp16'", mixed_precision="fp16")
-    refused(r"msamp_o1 computes in BF16", "msamp_o1", half="bf16", mixed_precision="fp16")
-    refused("Name one, such as level='bf16_with_fp8_mixed'", None)
-    refused("Unknown precision level", "bf16")
-    refused("GradScalerKwargs", "fp16_mixed", TypeError, mixed_precision="fp16", loss_scale=8.0)
-    refused("takes no 'fp8_margin'", "bf16_mixed", TypeError, fp8_margin=1)
-    refused("gradient_accumulation_steps must be 1", "msamp_o2", gradient_release=True, gradient_accumulation_steps=2)
-    refused("gradient_release", "msamp_o2", gradient_release=True, mixed_precision="fp16")
-    hook = DistributedDataParallelKwargs(comm_hook=accelerate.DDPCommunicationHookType.BF16)
-    refused("comm_hook='bf16' would have no effect", kwargs_handlers=[hook])
 
 
 def test_the_model_comes_first():

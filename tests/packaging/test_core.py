@@ -43,13 +43,18 @@ WORK = {
 }
 # The others, each with the subject, the package and the extra of the sentence.
 REFUSED = {
-    "pretrain": ("This command", "hydra", "recipes"),
-    "audit": ("This command", "hydra", "recipes"),
-    "plan": ("This command", "hydra", "recipes"),
-    "advise": ("This command", "hydra", "recipes"),
-    "profile": ("This command", "hydra", "recipes"),
-    "doctor model=llama_tiny": ("This command", "hydra", "recipes"),
-    "compare precision=bf16_mixed,msamp_o2": ("This command", "hydra", "recipes"),
+    **dict.fromkeys(
+        (
+            "pretrain",
+            "audit",
+            "plan",
+            "advise",
+            "profile",
+            "doctor model=llama_tiny",
+            "compare precision=bf16_mixed,msamp_o2",
+        ),
+        ("This command", "hydra", "recipes"),
+    ),
     "run --yes --factory tiny": ("nemo_lowprec.recipes", "nemo_run", "recipes"),
     "prepare-data --out data": ("nemo_lowprec.data", "tokenizers", "recipes"),
     "export msamp_o2.ckpt weights": ("export_checkpoint", "safetensors", "recipes"),

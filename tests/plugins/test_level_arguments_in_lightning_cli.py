@@ -6,12 +6,12 @@ from inspect import signature
 import lightning.pytorch as pl
 import pytest
 import yaml
-from support import Net, loader
 from torch.utils.data import DataLoader
 
 from nemo_lowprec.chart import ALIASES
 from nemo_lowprec.plugins import ALIASED, LEVELS, LowPrecision
 from tests import faces
+from tests.plugins.test_lightning_cli import Data, Model
 
 pytest.importorskip("jsonargparse")
 cli = pytest.importorskip("lightning.pytorch.cli")
@@ -24,20 +24,6 @@ QUIET = {
 O2 = "nemo_lowprec.msamp_o2"
 SHARDED = "nemo_lowprec.strategies.LowPrecisionShardedStrategy"
 ANY_PARSER = pytest.mark.parametrize("parser", [cli.LightningArgumentParser, LevelArgumentParser])
-
-
-class Model(Net):
-    """Net with arguments that a parser can read."""
-
-    def __init__(self, dropout: float = 0.0):
-        super().__init__(dropout)
-
-
-class Data(pl.LightningDataModule):
-    """The usual samples."""
-
-    def train_dataloader(self):
-        return loader()
 
 
 class Digits(pl.LightningDataModule):
@@ -179,7 +165,12 @@ def test_a_config_is_saved_beside_the_logs_and_starts_the_same_run(tmp_path, par
 
 
 def test_subclass_mode(tmp_path):
-    words = [f"--model={__name__}.Model", "--model.dropout=0.5", f"--data={__name__}.Data", f"--trainer.plugins={O2}"]
+    words = [
+        f"--model={Model.__module__}.Model",
+        "--model.dropout=0.5",
+        f"--data={Data.__module__}.Data",
+        f"--trainer.plugins={O2}",
+    ]
     trained = run(
         *words, model=pl.LightningModule, data=pl.LightningDataModule, subclass_mode_model=True, subclass_mode_data=True
     )
