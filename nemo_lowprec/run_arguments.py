@@ -16,7 +16,7 @@ from pathlib import Path
 from nemo_lowprec.chart import ALIASES, CHART, get_level
 from nemo_lowprec.conf.choices import arguments_of
 from nemo_lowprec.lines import did_you_mean, help_page, nearest
-from nemo_lowprec.options import check_option, option_defaults
+from nemo_lowprec.options import check_option
 
 # each recipe's level and summary
 RECIPES = {
@@ -82,7 +82,7 @@ def check_run_arguments(arguments: Sequence[str]) -> None:
         if path == _PLUGINS or _PLUGINS.startswith(f"{path}."):
             level = check_level(value) if path == _PLUGINS else None
         elif path.startswith(f"{_PLUGINS}.") and level is not None:
-            check_level_argument(level, path.removeprefix(f"{_PLUGINS}."))
+            check_option(get_level(level), path.removeprefix(f"{_PLUGINS}."))
     check_terminal(not _ASKS_NOTHING & options.keys())
 
 
@@ -173,21 +173,8 @@ def check_level(text: str) -> str | None:
     except ValueError as error:
         raise ValueError(f"{error}{did_you_mean(name, CHART)}") from None
     for argument in arguments:
-        check_level_argument(name, argument)
+        check_option(get_level(name), argument)
     return name
-
-
-def check_level_argument(level: str, name: str) -> None:
-    """Check the name of a level's argument.
-
-    Raises:
-        TypeError: the level has no such argument.
-    """
-    row = get_level(level)
-    try:
-        check_option(row, name)
-    except TypeError as error:
-        raise TypeError(f"{error}{did_you_mean(name, option_defaults(row))}") from None
 
 
 def arguments_of_recipes(part: str) -> set[str]:

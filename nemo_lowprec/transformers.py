@@ -21,7 +21,7 @@ from nemo_lowprec.extras import needs_extras
 from nemo_lowprec.loops.accelerated import check_options, choose, convert, scale_loss
 
 with needs_extras("nemo_lowprec.transformers"):
-    from transformers import PreTrainedModel, Trainer
+    from transformers import Trainer
 
 __all__ = ["LowPrecisionTrainer"]
 
@@ -96,10 +96,3 @@ class LowPrecisionTrainer(Trainer):
             convert(self.accelerator, plain, [optimizer], self._row, self._row_options)
             self._engine = Engine.of(plain)
         return optimizer
-
-    def save_model(self, output_dir: str | None = None, *args: Any, **options: Any) -> None:
-        """Save the weights, and a configuration by which ``from_pretrained`` does not round them to half precision."""
-        super().save_model(output_dir, *args, **options)
-        if self._row.has_half_weights and self.args.should_save and isinstance(self.model, PreTrainedModel):
-            self.model.config.dtype = "float32"
-            self.model.config.save_pretrained(output_dir or str(self.args.output_dir))

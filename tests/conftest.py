@@ -1,16 +1,36 @@
 """Settings of all tests."""
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))  # for ``support``
 torch.set_num_threads(1)  # two threads spend most of their time waiting for each other at these sizes
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    """A file leaves no process group, in which the tests of the next file would train."""
+    yield
+    assert not dist.is_initialized()
+
+
+@pytest.fixture(autouse=True)
+def _no_rank_is_left() -> Iterator[None]:
+    """A test leaves no rank in the environment: Lightning's launcher does, and Accelerate would wait for the others."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    yield
+    for name in names:
+        os.environ.pop(name, None)
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_lowprec.chart import CHART, PrecisionLevel
+from nemo_lowprec.lines import did_you_mean
 from nemo_lowprec.options.groups import LayerFilter, LossScaleConfig, LowBitOptions
 from nemo_lowprec.options.recipe import Recipe
 
@@ -73,7 +74,7 @@ def check_option(level: PrecisionLevel, name: str) -> None:
     takers = [row.name for row in CHART.values() if name in option_defaults(row)]
     if takers:
         raise TypeError(f"{level.name} takes no {name!r}. Levels that do: {', '.join(takers)}.")
-    raise TypeError(f"{level.name} has no argument {name!r}. It takes: {', '.join(known)}.")
+    raise TypeError(f"{level.name} has no argument {name!r}. It takes: {', '.join(known)}.{did_you_mean(name, known)}")
 
 
 def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:

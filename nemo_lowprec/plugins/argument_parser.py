@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from nemo_lowprec.arguments import check_arguments
 from nemo_lowprec.chart import ALIASES, CHART, get_level, preset_of
-from nemo_lowprec.lines import did_you_mean, nearest
-from nemo_lowprec.options import check_option, option_defaults, parse_options
+from nemo_lowprec.lines import nearest
+from nemo_lowprec.options import check_option, parse_options
 from nemo_lowprec.plugins.levels import ALIASED, LEVELS
 
 _PACKAGE = "nemo_lowprec."
@@ -114,11 +114,10 @@ def _sentence(message: str) -> str | None:
 def _unknown(name: str, path: str, argument: str) -> str:
     """The sentence about an argument that a level or a class does not have."""
     if name in CHART or name in ALIASES:
-        row = get_level(name)
         try:
-            check_option(row, argument)
+            check_option(get_level(name), argument)
         except TypeError as error:
-            return f"{error}{did_you_mean(argument, option_defaults(row))}"
+            return str(error)
     module, _, of_class = path.rpartition(".")
     known = inspect.signature(getattr(import_module(module), of_class)).parameters
     return f"{of_class} has no argument {argument!r}.{nearest(argument, known)}"

@@ -12,11 +12,12 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 
+from nemo_lowprec.chart import get_level
 from nemo_lowprec.lines import nearest
+from nemo_lowprec.options import check_option
 from nemo_lowprec.plugins import ALIASED, LEVELS, LowPrecision
 from nemo_lowprec.recipes.parsers import register_annotations
 from nemo_lowprec.report.monitor import PrecisionMonitor
-from nemo_lowprec.run_arguments import check_level_argument
 from nemo_lowprec.strategies import LowPrecisionDDPStrategy, LowPrecisionShardedStrategy, MegatronStrategy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -54,7 +55,7 @@ def _level_factory(name: str) -> Callable[..., run.Config[LowPrecision]]:
     @wraps(level)
     def build(**arguments: Any) -> run.Config[LowPrecision]:
         for argument in arguments:
-            check_level_argument(name, argument)
+            check_option(get_level(name), argument)
         return run.Config(level, **arguments)
 
     build.__module__ = __name__

@@ -17,10 +17,11 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from nemo_run.cli.cli_parser import CLIException, parse_cli_args
 from nemo_run.config import get_type_namespace
 
-from nemo_lowprec.chart import CHART
+from nemo_lowprec.chart import CHART, get_level
 from nemo_lowprec.lines import nearest
+from nemo_lowprec.options import check_option
 from nemo_lowprec.report.monitor import PrecisionMonitor
-from nemo_lowprec.run_arguments import check_level, check_level_argument, split_call, split_setting
+from nemo_lowprec.run_arguments import check_level, split_call, split_setting
 
 _KINDS: dict[str, type] = {"model": LightningModule, "trainer.strategy": Strategy, "monitor": PrecisionMonitor}
 
@@ -97,7 +98,7 @@ def _check_name(node: Any, name: str, path: str) -> None:
     function = fdl.get_callable(node)
     level = getattr(function, "__name__", None)
     if level in CHART:
-        check_level_argument(level, name)
+        check_option(get_level(level), name)
     known = _arguments(function)
     if known is not None and name not in known:
         raise TypeError(f"There is no setting {path!r}.{nearest(name, known)}")

@@ -90,8 +90,9 @@ def test_the_chart_imports_nothing_of_ours():
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "options").glob("*.py")), ids=lambda p: p.name)
-def test_options_import_the_chart_and_the_checks_of_values_only(path):
-    assert imports(path) <= {"arguments", "chart", "options"} and imports(ROOT / "arguments.py") == set()
+def test_options_import_the_chart_checks_of_values_and_words_only(path):
+    assert imports(path) <= {"arguments", "chart", "lines", "options"}
+    assert imports(ROOT / "arguments.py") == imports(ROOT / "lines.py") == set()
 
 
 def test_every_file_was_looked_at():

@@ -50,3 +50,18 @@ def test_adapters_take_their_input_in_their_dtype():
     config = peft.LoraConfig(r=4, target_modules=["0"])
     layer = peft.get_peft_model(nn.Sequential(nn.Linear(8, 8)), config).base_model.model[0]
     assert transformers.cast_to_adapter(layer, torch.ones(2, 8), torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_a_saved_model_names_the_widest_dtype_of_its_values(tmp_path):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 16}
+    model = LlamaModel(LlamaConfig(num_hidden_layers=1, **sizes)).bfloat16()
+    model.norm.float()
+    plain = dict(model.__dict__)
+    transformers.name_saved_dtypes(nn.Sequential(model))
+    model.save_pretrained(tmp_path)
+    assert LlamaConfig.from_pretrained(tmp_path).dtype == torch.float32
+    model.save_pretrained(tmp_path, state_dict=model.half().state_dict())
+    assert LlamaConfig.from_pretrained(tmp_path).dtype == torch.float16
+    assert type(model) is LlamaModel
+    transformers.forget_saved_dtypes(nn.Sequential(model))
+    assert model.__dict__.keys() == plain.keys()

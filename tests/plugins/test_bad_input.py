@@ -22,7 +22,7 @@ from nemo_lowprec.plugins import LEVELS
             "Unknown precision level 'msamp_o4'. Choose one of: .*msamp_o1, msamp_o2, msamp_o3",
         ),
         ("bf16_mixed", {"fp8_margn": 1}, TypeError, "bf16_mixed has no argument 'fp8_margn'. It takes: graphs."),
-        ("te_fp8", {"fp8_margn": 1}, TypeError, "te_fp8 has no argument 'fp8_margn'. It takes: fp8, fp8_margin"),
+        ("te_fp8", {"fp8_margn": 1}, TypeError, "te_fp8 has no argument 'fp8_margn'. It .* you mean 'fp8_margin'"),
         ("bf16_mixed", {"fp8_margin": 1}, TypeError, "bf16_mixed takes no 'fp8_margin'. Levels that do: te_fp8, ms"),
         ("fp16_mixed", {"backend": "torch"}, TypeError, "fp16_mixed takes no 'backend'. Levels that do: te_fp8"),
         ("te_fp8", {"fp8_params": True}, TypeError, "te_fp8 takes no 'fp8_params'. Levels that do: bf16_with_fp8"),
