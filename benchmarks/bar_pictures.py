@@ -37,11 +37,11 @@ def experts() -> Picture:
         gains += [f["x"] for f in levels]
         peers.append(peer["x"])
     see = (
-        f"Two levels are {min(gains):.2f} to {max(gains):.2f} × as fast as BF16 throughout on {len(peers)} mixtures of "
-        f"experts, and the faster of the peers {min(peers):.2f} to {max(peers):.2f} ×."
+        f"Two levels are {min(gains):.2f} to {max(gains):.2f} × as fast as training with BF16 weights and states on "
+        f"{len(peers)} mixtures of experts, and the faster of the peers {min(peers):.2f} to {max(peers):.2f} ×."
     )
     shown = f"Bars: each of the {len(peers)} models with default arguments, and the faster one of the two peers there."
-    xlabel = "× BF16 throughout (in brackets: ms a step)\nwhole training steps, one NVIDIA H200"
+    xlabel = "× BF16 weights and states (in brackets: ms a step)\nwhole training steps, one NVIDIA H200"
     return Picture("experts_h200.png", see, shown, Bars(xlabel, tuple(rows)))
 
 

@@ -42,8 +42,8 @@ def experts() -> str:
     best = {name: max(of[name].get("x", 0.0) for of in found.values() if name in of) for name in _PEERS}
     peers = " and ".join(f"{x:.2f} × ({name})" for name, x in best.items())
     takeaway = (
-        f"``bf16_with_fp8_mixed`` is {', '.join(gains[:-1])} and {gains[-1]} as fast as the model that is BF16"
-        f" throughout; the peers reach at most {peers}."
+        f"``bf16_with_fp8_mixed`` is {', '.join(gains[:-1])} and {gains[-1]} as fast as the model with BF16 "
+        f"weights and states; the peers reach at most {peers}."
     )
     rows = [(name, *(_cells(of.get(name)) for of in found.values())) for name in CONTESTANTS]
     table = simple_table(("Contestant", *found), [(name.removeprefix(OURS), *cells) for name, *cells in rows])

@@ -160,7 +160,7 @@ def _experts(level: str) -> Iterator[_Row]:
     for model, of in expert_tables.figures().items():
         if f := of.get(OURS + level):
             ours, beside = (f"{c['ms']:.1f} ms, {c['peak_mib'] / 1024:.1f} GiB" for c in (f, of[expert_tables.BF16]))
-            yield f"Mixture of experts, {model}", ours, f"BF16 throughout: {beside}", f"{f['x']:.2f} ×"
+            yield f"Mixture of experts, {model}", ours, f"BF16 weights and states: {beside}", f"{f['x']:.2f} ×"
 
 
 _PARTS: tuple[Callable[[str], Iterator[_Row]], ...] = (

@@ -157,9 +157,8 @@ def outlier() -> Picture:
     at = powers.index(20)
     see = (
         f"One value of 2\\ :sup:`{powers[at]}` among 65,536 of the usual size makes the others err by "
-        f"{tensor[at]:.0f} % with a scale for the tensor, where they err by {tensor[0]:.1f} % without, "
-        f"and by {row[at]:.1f} % with a scale for "
-        "each row: the outlier's own row is lost, and no other."
+        f"{tensor[at]:.0f} % with a scale for the tensor ({tensor[0]:.1f} % without the outlier), and by "
+        f"{row[at]:.1f} % with a scale for each row: the outlier's own row is lost, and no other."
     )
     panels = tuple(
         Panel(
@@ -203,8 +202,8 @@ def averaging() -> Picture:
     blocks, tensor, bf16 = found.values()
     see = (
         f"Averaged over 8 processes, the rows of a gradient err by {blocks[2]:.1f} % with a scale for 128 elements, "
-        f"{tensor[2]:.1f} % with one for the tensor and {bf16[2]:.2f} % in BF16; from 2 to 64 processes the first "
-        f"stays between {min(blocks):.1f} and {max(blocks):.1f} %."
+        f"{tensor[2]:.1f} % with a scale for the tensor and {bf16[2]:.2f} % in BF16; from 2 to 64 processes the error "
+        f"with a scale for 128 elements stays between {min(blocks):.1f} and {max(blocks):.1f} %."
     )
     lines = tuple(_line(name, ys, colour) for (name, ys), colour in zip(found.items(), LINES, strict=False))
     alt = (
@@ -233,7 +232,7 @@ def rounding() -> Picture:
     exact = [1 + update * i for i in steps]
     see = (
         f"A thousand updates of {update:.4f} take an FP16 weight of 1 to {means[0][-1]:.3f} where each is rounded to "
-        f"nearest, and to {means[1][-1]:.3f} on average where it is rounded up or down at random; exact is "
+        f"nearest, and to {means[1][-1]:.3f} on average where each is rounded stochastically; the exact result is "
         f"{exact[-1]:.3f}."
     )
     lines = (

@@ -81,7 +81,7 @@ def _bars(found: dict[str, dict[str, Any]], labels: dict[str, str]) -> Bars:
 
 
 def throughput_picture() -> Picture:
-    """As they come: the contestants of other packages, and five levels."""
+    """With torch's attention: the contestants of other packages, and five levels."""
     found = steps()
     o2, mixed, torchao = (found[name] for name in ("nemo_lowprec msamp_o2", "lightning bf16-mixed", TORCHAO))
     see = (
@@ -90,8 +90,8 @@ def throughput_picture() -> Picture:
         f"{torchao['peak_gib']:.1f} GiB."
     )
     shown = (
-        "Every side as it comes, with torch's attention; the head is in half precision unless a bar says FP8. Bars: "
-        "the contestants of other packages without further kernels, and five of this project's levels; the tables of "
+        "Attention is torch's for every contestant; the head is in half precision unless a bar says FP8. Bars: the "
+        "contestants of other packages without further kernels, and five of this project's levels; the tables of "
         "``docs/measured.rst`` have all."
     )
     labels = {f"nemo_lowprec {level}": f"nemo_lowprec {level}" for level in _LEVELS} | _BESIDE

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.compat.accelerate import forget_prepared
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.extras import needs_extras
-from nemo_lowprec.loops.accelerated import check_options, choose, convert, scale_loss
+from nemo_lowprec.loops.accelerated import check_options, choose, convert, join, scale_loss
 
 with needs_extras("nemo_lowprec.transformers"):
     from transformers import Trainer
@@ -34,12 +35,12 @@ class LowPrecisionTrainer(Trainer):
     level has them. A run resumes bit for bit at its level. ``evaluate`` before ``train`` computes as the plain model.
 
     Levels in FP16 train with ``TrainingArguments(fp16=True)``, which scales the loss, on a CPU, too. Levels in BF16
-    train with ``bf16=True`` or with neither. The MS-AMP levels take any of the three, and neither as BF16.
+    train with ``bf16=True`` or with neither. The MS-AMP levels train with any of these three, and in BF16 with neither.
 
     Args:
-        args: as ``Trainer``'s, by position, with the keywords of ``Trainer`` among ``options``.
+        args: positional arguments of ``Trainer``.
         level: name of the level, or a row of your own.
-        level_options: the arguments of the level, but for the loss scale.
+        level_options: the arguments of the level, except the loss scale.
         options: keywords of ``Trainer``.
 
     Raises:
@@ -88,11 +89,25 @@ class LowPrecisionTrainer(Trainer):
         self._row, self._row_options = row, options
 
     def create_optimizer(self, model: Any = None) -> Optimizer:
-        """Create the optimizer, and convert the model with it where the model is a plain one."""
-        optimizer = super().create_optimizer(model)
+        """Create the optimizer, and convert the model with it where this Trainer has not converted the model yet."""
         plain: Any = self.model
+        before = Engine.of(plain)
+        if self.optimizer is None and before is not None and before is not self._engine:
+            before.revert()  # of a Trainer that has trained the model before
+        optimizer = super().create_optimizer(model)
         if self._engine is None or Engine.of(plain) is not self._engine:
             forget_prepared(plain)  # by an evaluation before; else DistributedDataParallel would not wrap it
             convert(self.accelerator, plain, [optimizer], self._row, self._row_options)
             self._engine = Engine.of(plain)
+        elif getattr(optimizer, "optimizer", optimizer) not in self._engine.optimizers:  # not the one that was prepared
+            join(self.accelerator, self._engine, optimizer)
         return optimizer
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Load a checkpoint; weights that a plain model has in half precision would round its master weights."""
+        plain: Any = self.model
+        if Engine.of(plain) is None:
+            for param in plain.parameters():
+                if param.requires_grad and param.dtype in (torch.bfloat16, torch.float16):
+                    param.data = param.data.float()
+        super()._load_from_checkpoint(*args, **kwargs)

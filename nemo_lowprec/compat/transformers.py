@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 CHECKPOINT = "_gradient_checkpointing_func"  # the attribute of a layer that holds its checkpointing function
-_SAVE = "save_pretrained"
 _PLAIN_ARGUMENTS = {"use_reentrant", "preserve_rng_state"}
 
 
@@ -46,22 +45,26 @@ def cast_to_adapter(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
     return layer._cast_input_dtype(x, dtype)  # type: ignore[no-any-return]
 
 
-def name_saved_dtypes(model: nn.Module) -> None:
-    """Have ``save_pretrained`` of transformers' models in ``model`` name the dtype of the saved values.
+def wrap_methods(model: nn.Module) -> None:
+    """Have models of transformers and PEFT in ``model`` keep the values that ``state_dict`` saves and loads.
 
-    transformers writes the dtype of the first parameter into ``config.json``, to which ``from_pretrained`` rounds all.
+    ``save_pretrained`` names the dtype of the saved values in ``config.json``: transformers names the dtype of the
+    first parameter, to which ``from_pretrained`` rounds all. ``load_adapter`` leaves the parameters of an adapter that
+    is there in the model: PEFT puts FP32 copies of half parameters in their places.
     """
     for module in model.modules():
-        if any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__):
-            module.__dict__[_SAVE] = partial(_save_pretrained, module)
+        for base in type(module).__mro__:
+            if base.__name__ in _METHODS:
+                method = _METHODS[base.__name__]
+                module.__dict__[method.__name__.lstrip("_")] = partial(method, module)
 
 
-def forget_saved_dtypes(model: nn.Module) -> None:
-    """Undo ``name_saved_dtypes``."""
+def unwrap_methods(model: nn.Module) -> None:
+    """Undo ``wrap_methods``."""
     for module in model.modules():
-        own = module.__dict__.get(_SAVE)
-        if isinstance(own, partial) and own.func is _save_pretrained:
-            del module.__dict__[_SAVE]
+        for name, own in list(module.__dict__.items()):
+            if isinstance(own, partial) and own.func in _METHODS.values():
+                del module.__dict__[name]
 
 
 def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -78,3 +81,14 @@ def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
         return cls.save_pretrained(*call.args, **call.kwargs)
     finally:
         model.__class__ = cls
+
+
+def _load_adapter(model: Any, *args: Any, **kwargs: Any) -> Any:
+    cls = type(model)
+    call = inspect.signature(cls.load_adapter).bind(model, *args, **kwargs)
+    if call.arguments["adapter_name"] in model.peft_config:
+        call.arguments["autocast_adapter_dtype"] = False
+    return cls.load_adapter(*call.args, **call.kwargs)
+
+
+_METHODS: dict[str, Callable[..., Any]] = {"PreTrainedModel": _save_pretrained, "PeftModel": _load_adapter}

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from nemo_lowprec.compat.compiler import outside_graphs
 from nemo_lowprec.compute import AmaxState, revert_layers
 from nemo_lowprec.engine.build import DTYPES, Sharding, build, new_amaxes
 from nemo_lowprec.engine.columns import Columns
@@ -164,10 +165,14 @@ class Engine:
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         """Context of a forward pass at the level."""
-        for column in self.columns:
-            column.before_forward()
+        self._before_forward()
         with self.columns.computation.forward():
             yield
+
+    @outside_graphs  # Fabric opens the context inside of a model that was compiled after ``fabric.setup``
+    def _before_forward(self) -> None:
+        for column in self.columns:
+            column.before_forward()
 
     @contextmanager
     def backward_context(self, averages: bool = True) -> Iterator[None]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -122,21 +123,28 @@ def convert(
         model.to(accelerator.device)
     _, first = prepare_parsed(model, optimizers[0], parse_options(row, options))
     engine = Engine.of(model)
-    assert engine is not None and engine.when_adopted is not None
+    assert engine is not None
     held = {id(param) for param in model.parameters()}
-    own = [first]
-    for other in optimizers[1:]:
-        if other is not None and any(id(p) in held for group in other.param_groups for p in group["params"]):
-            engine.attach(other)
-            engine.when_adopted(other)
-            own.append(other)
     scale_loss(accelerator, row)
-    if accelerator.scaler is not None:
-        for optimizer in own:
-            optimizer.register_step_post_hook(_TellsOfSkippedSteps(accelerator))
+    for own in [first, *filter(None, optimizers[1:])]:
+        if any(id(param) in held for group in own.param_groups for param in group["params"]):
+            join(accelerator, engine, own)
+    if engine.options.low_bit.gradient_release:
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            setattr(accelerator, name, partial(_clip, getattr(accelerator, name), ref(model)))
     if accelerator.use_distributed:
         accelerator.trigger_sync_in_backward = accelerator.join_uneven_inputs = _refuse
     return first
+
+
+def join(accelerator: Any, engine: Engine, optimizer: Optimizer) -> None:
+    """Have ``optimizer``, which no Accelerator has prepared, step on the model of ``engine``."""
+    if optimizer not in engine.optimizers:
+        assert engine.when_adopted is not None
+        engine.attach(optimizer)
+        engine.when_adopted(optimizer)
+    if accelerator.scaler is not None:
+        optimizer.register_step_post_hook(_TellsOfSkippedSteps(accelerator))
 
 
 class _TellsOfSkippedSteps:
@@ -149,6 +157,18 @@ class _TellsOfSkippedSteps:
         found, accelerator = getattr(optimizer, "found_inf", None), self._accelerator()
         if accelerator is not None and isinstance(found, torch.Tensor) and found.item():
             note_skipped(accelerator, optimizer)
+
+
+def _clip(clip: Callable[..., Any], made: ref[nn.Module], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    """``clip(parameters)``, refused for parameters of the model ``made()``, which ``gradient_release`` has stepped."""
+    given, model = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters), made()
+    held = {id(param) for param in model.parameters()} if model is not None else set()
+    if any(id(param) in held for param in given):
+        raise ValueError(
+            "gradient_release=True has stepped each parameter before all gradients are there to be clipped. Leave one "
+            "of them out."
+        )
+    return clip(given, *args, **kwargs)
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:

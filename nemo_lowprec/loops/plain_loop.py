@@ -160,7 +160,7 @@ class AveragesGradients:
             group: the processes; None for all processes.
 
         Raises:
-            ValueError: ``module`` has parameters that the model has not; or ``gradient_release``, which has stepped
+            ValueError: ``module`` has parameters that are not the model's; or ``gradient_release``, which has stepped
                 the parameters already.
         """
         engine, model = self._engine, self._engine.model

@@ -52,8 +52,8 @@ def prepare(
         optimizer: any of torch's over the model's parameters (where the level has low-bit states Adam, AdamW, SGD or
             Muon, or this package's Lion or Muon); None for AdamW with torch's defaults.
         level: name of the level, an alias (``chart.ALIASES``), or a row of your own.
-        options: the arguments of the level (``nemo_lowprec.bf16_with_fp8_mixed`` has them), but for ``half`` and the
-            loss scale, which are ``torch.autocast``'s and ``GradScaler``'s here.
+        options: the arguments of the level (as of ``nemo_lowprec.bf16_with_fp8_mixed``), except ``half`` and the loss
+            scale: here ``torch.autocast`` chooses the half format, and ``GradScaler`` the loss scale.
 
     Returns:
         The same model and the same optimizer, which now has the method ``all_reduce_grads(model)``.

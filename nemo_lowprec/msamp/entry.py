@@ -36,15 +36,15 @@ def initialize(
 
     Args:
         model: any module. Layers with MS-AMP's attribute ``use_fp32_linear`` set are in ``skip``, too.
-        optimizer: torch's Adam, AdamW, SGD or Muon, or this package's Lion or Muon, over its parameters; None for AdamW
-            with torch's defaults.
+        optimizer: torch's Adam, AdamW, SGD or Muon, or this package's Lion or Muon, over the model's parameters; None
+            for AdamW with torch's defaults.
         opt_level: ``O1``, ``O2`` or ``O3``.
-        use_te: whether Transformer Engine runs the GEMMs; None for the fastest backend that can.
+        use_te: whether Transformer Engine runs the GEMMs; None for the fastest backend that can run.
         options: the FP8 and layer arguments of ``nemo_lowprec.msamp_o1``, ``stochastic_rounding``,
             ``gradient_release``.
 
     Returns:
-        The model and the optimizer: those given, with the method ``all_reduce_grads(model)`` on the latter.
+        The same model and the same optimizer, which now has the method ``all_reduce_grads(model)``.
 
     Raises:
         ValueError, TypeError: as ``nemo_lowprec.prepare``; an unknown ``opt_level``, or ``use_te`` beside ``backend``.

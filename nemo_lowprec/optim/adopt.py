@@ -42,7 +42,9 @@ def check_adoptable(optimizer: Optimizer) -> None:
     cls = type(optimizer)
     if isinstance(optimizer, LowBitStates):
         if ORIGINAL in optimizer.__dict__ or not isinstance(optimizer, _OWN) or not _holds_fp32(optimizer):
-            raise ValueError(f"This {cls.__name__} holds low-bit states already.")
+            raise ValueError(
+                f"This {cls.__name__} holds low-bit states already. Make one of torch's, which gets them here."
+            )
         base: type[Optimizer] = next(own for own in _OWN if isinstance(optimizer, own))
         methods: tuple[str, ...] = ("step", "rule")
     elif (found := _torchs(cls)) is not None:
@@ -62,7 +64,10 @@ def check_adoptable(optimizer: Optimizer) -> None:
             )
     own = optimizer.__dict__.get("step")
     if own is not None and not is_wrapped(own):
-        raise ValueError(f"The step of this {cls.__name__} was replaced, which low-bit states would bypass.")
+        raise ValueError(
+            f"The step of this {cls.__name__} was replaced, which low-bit states would bypass. Prepare the optimizer "
+            "with its model, before other code such as accelerator.prepare wraps it."
+        )
     for name in ("amsgrad", "differentiable"):
         if any(group.get(name) for group in optimizer.param_groups):
             raise ValueError(f"{cls.__name__} with {name}=True has no low-bit form. Use {name}=False.")

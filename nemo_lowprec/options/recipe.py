@@ -17,8 +17,8 @@ from nemo_lowprec.chart import PrecisionLevel
 _ALGOS = ("max", "most_recent")
 _FP8_FORMATS = ("hybrid", "e4m3")
 
-# E4M3 spans 17 powers of two. A margin of 8 leaves half of the powers, and a margin of -1 clamps values above half of
-# the amax. Margins beyond these two give zeros or clamped values throughout.
+# E4M3 has 18 powers of two, 2**-9 to 2**8. A margin of 8 leaves ten of them, and a margin of -1 clamps values above
+# half of the amax. Margins beyond these two give zeros or clamped values throughout.
 _Margin = Annotated[int, Ge(-1), Le(8), "an integer of at least -1 and at most 8"]
 # Entries of each operand, 4 bytes each.
 _HistoryLength = Annotated[int, Ge(1), Le(2**16), "an integer of at least 1 and at most 65536"]

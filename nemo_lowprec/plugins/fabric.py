@@ -6,7 +6,7 @@ strategy of Fabric is given a ``LowPrecision``, it gets the ``FabricPrecision`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -102,8 +102,8 @@ class FabricPrecision(Precision):
         """
         if self.options.loss_scale is not None and self.engines:
             raise ValueError(
-                f"{self.level.name} scales the loss of one model. Set up one module that holds all models, or use a "
-                "bf16 level."
+                f"{self.level.name} scales the loss of one model. Set up one module that holds all models, make a "
+                "Fabric for each model, or use a bf16 level."
             )
         engine.convert(module, self.strategy.root_device)
         self._models.append((ref(engine), lambda: True))
@@ -221,7 +221,7 @@ class FabricPrecision(Precision):
 
     @override
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Make the gradients true gradients; called before they are clipped by value, which hides infinities.
+        """Make the gradients true gradients, before Fabric clips by value, which would hide infinities.
 
         Raises:
             ValueError: ``gradient_release`` has stepped the parameters already.
@@ -249,14 +249,24 @@ class FabricPrecision(Precision):
 
     # State
 
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"models": [engine.state_dict() for engine in self.engines]}
+    def engines_in(self, state: Mapping[str, Any]) -> dict[str, list[Engine]]:
+        """The engines of the models and optimizers in ``state``, each once; those of modules by the modules' keys."""
+        found, left = {}, self.engines
+        for name in sorted(state, key=lambda name: (isinstance(state[name], Optimizer), str(name))):
+            found[name] = [engine for engine in left if _is_of(state[name], engine)]
+            left = [engine for engine in left if engine not in found[name]]
+        return found
 
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for engine, state in zip(self.engines, state_dict["models"], strict=False):
-            engine.load_state_dict(state)
+    def state_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Histories and loss scales of the models in ``state``, by their keys in ``state``."""
+        found = self.engines_in(state)
+        return {"models": {name: [e.state_dict() for e in engines] for name, engines in found.items() if engines}}
+
+    def load_state_of(self, state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        """Give the models in ``state`` what ``state_of`` has saved by the same keys."""
+        for name, engines in self.engines_in(state).items():
+            for engine, own in zip(engines, saved["models"].get(name, ()), strict=False):
+                engine.load_state_dict(own)
 
     @override
     def teardown(self) -> None:
@@ -265,6 +275,13 @@ class FabricPrecision(Precision):
             engine.revert()
         self._undo.close()
         self._models.clear()
+
+
+def _is_of(value: Any, engine: Engine) -> bool:
+    """Whether ``value`` holds the model of ``engine``, is a part of it, or an optimizer of it."""
+    if isinstance(value, nn.Module) and engine.model is not None:
+        return not {*value.modules()}.isdisjoint(engine.model.modules())
+    return isinstance(value, Optimizer) and value in engine.optimizers
 
 
 def _synchronizes(made: ref[Any]) -> bool:

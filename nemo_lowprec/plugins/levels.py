@@ -44,14 +44,14 @@ _TEXTS = {name: text for cls in _CLASSES for name, text in _texts_of(cls).items(
         "never kept."
     ),
     "graphs": (
-        "run the model's repeated blocks as CUDA graphs, which takes the host out of the way; 'auto' captures the "
-        "blocks whose kernels the GPU finishes before the host has launched the next ones, with one process and "
-        "activations=None."
+        "run the model's repeated blocks as CUDA graphs: the host launches all kernels of a block at once; 'auto' "
+        "captures the blocks whose kernels the GPU finishes before the host has launched the next ones, with one "
+        "process and activations=None."
     ),
     "activations": (
         "what norms, activations and gated MLPs keep for backward: None (what autograd keeps), 'fp8' (their inputs, in "
-        "E4M3 with a scale for 128 features of a token), 'recompute' (their inputs; the layers behind keep neither "
-        "input nor FP8 weight, and results are the same), or 'fp8+recompute'."
+        "E4M3 with a scale for 128 features of a token), 'recompute' (their inputs; the linear layers that read their "
+        "outputs keep neither input nor FP8 weight, and results are the same), or 'fp8+recompute'."
     ),
     "states": (
         "optimizer states: 'fp8+fp16', or 'fp8+fp8' for a second moment in E5M3, FP8 without a sign; the first format "

@@ -1,4 +1,4 @@
-"""Fabric's strategies with a level: its plugin in Fabric, models that ``fully_shard`` has cut, clipping, checkpoints.
+"""Fabric's strategies with a level: its plugin in Fabric, sharded models, clipping, checkpoints.
 
 Fabric calls no hook of a Precision plugin when it sets up a module's wrapper or an optimizer, and saves nothing of the
 plugin. So a few methods of Fabric's strategies are wrapped. Strategies without a level keep their own behaviour.
@@ -171,14 +171,14 @@ def _save_whole(self: Strategy, path: Any, state: dict[str, Any], *args: Any, **
         _save(self, path, state, *args, **kwargs)
         return
     with writing_together(self):
-        _save(self, path, {**state, OWN: self.precision.state_dict()}, *args, **kwargs)
+        _save(self, path, {**state, OWN: self.precision.state_of(state)}, *args, **kwargs)
 
 
 @wraps(_load)
 def _load_whole(self: Strategy, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
     rest = _load(self, path, state, *args, **kwargs)
     if state and isinstance(self.precision, FabricPrecision):
-        loaded(self, rest.pop(OWN, None))
+        loaded(self, state, rest.pop(OWN, None))
     return rest
 
 
@@ -210,7 +210,7 @@ def _load_shards(
     path = Path(self.broadcast(path))
     if isinstance(state, nn.Module):
         restore({"state_dict": load(path)}, state, [], strict)
-        loaded(self, None)
+        loaded(self, state, None)
         return {}
     return load_sharded(self, path, state, strict)
 

@@ -31,7 +31,7 @@ def save_sharded(strategy: Any, path: Path, state: dict[str, Any], filter: dict[
     """
     model, optimizers, rest = _sorted(state)
     states = states_of(strategy, state, filter)
-    own = strategy.precision.state_dict()
+    own = strategy.precision.state_of(state)
     if saves_a_folder(strategy):
         if filter:
             raise ValueError("A folder holds whole states. Leave filter out, or use save_distributed_checkpoint=False.")
@@ -53,10 +53,10 @@ def load_sharded(strategy: Any, path: Path, state: dict[str, Any], strict: bool)
     """Load a folder or a file into the objects of ``state``; called on all processes.
 
     Returns:
-        the entries of the checkpoint that ``state`` has not.
+        the entries of the checkpoint that ``state`` does not have.
 
     Raises:
-        KeyError: ``state`` has a key that the checkpoint has not, where ``strict``.
+        KeyError: with ``strict``, ``state`` has a key that the checkpoint does not have.
         ValueError: the checkpoint is damaged, or neither a folder nor a file.
         RuntimeError: the model and the checkpoint differ.
     """
@@ -75,7 +75,7 @@ def load_sharded(strategy: Any, path: Path, state: dict[str, Any], strict: bool)
         found = {"state_dict": saved.pop(model), "optimizer_states": [saved.pop(name) for name in optimizers]}
     check_keys(rest, saved.keys(), strict=strict)
     restore(found, module, steppers, strict)
-    loaded(strategy, own)
+    loaded(strategy, state, own)
     for name in [name for name in rest if name in saved]:
         value = saved.pop(name)
         if hasattr(state[name], "load_state_dict"):
@@ -85,12 +85,16 @@ def load_sharded(strategy: Any, path: Path, state: dict[str, Any], strict: bool)
     return saved
 
 
-def loaded(strategy: Strategy, own: dict[str, Any] | None) -> None:
-    """Give the plugin its state from a checkpoint; None for a checkpoint without one, whose histories start afresh."""
+def loaded(strategy: Strategy, state: Any, own: dict[str, Any] | None) -> None:
+    """Give the plugin its state from a checkpoint, for the objects of ``state`` that were loaded.
+
+    Args:
+        own: None for a checkpoint without the plugin's state, whose histories start afresh.
+    """
     for engine in strategy.precision.engines:  # type: ignore[attr-defined]
         engine.columns.weights.were_written()
     if own is not None:
-        strategy.precision.load_state_dict(own)
+        strategy.precision.load_state_of(state, own)  # type: ignore[attr-defined]
 
 
 def _sorted(state: dict[str, Any]) -> tuple[str, list[str], list[str]]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nemo_lowprec.column import Column
-from nemo_lowprec.compat.transformers import forget_saved_dtypes, name_saved_dtypes
+from nemo_lowprec.compat.transformers import unwrap_methods, wrap_methods
 
 
 class WeightStore(Column):
@@ -26,8 +26,8 @@ class WeightStore(Column):
 
     def install(self, model: nn.Module, training: bool) -> None:
         self.model = model
-        name_saved_dtypes(model)
-        self._hooks.callback(forget_saved_dtypes, model)
+        wrap_methods(model)
+        self._hooks.callback(unwrap_methods, model)
 
     def attach(self, optimizer: Optimizer) -> None:
         self._optimizers.add(optimizer)

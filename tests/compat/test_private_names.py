@@ -36,6 +36,7 @@ OVERRIDDEN = {
     "_after_closure": "lightning.pytorch.plugins:Precision",
     "_get_fp8_params_and_shard_fp32_from_fp8": "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
     "_get_model_param_range_map": "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
+    "_load_from_checkpoint": "transformers:Trainer",
     "_wrap_closure": "lightning.pytorch.plugins:Precision",
 }
 

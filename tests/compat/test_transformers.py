@@ -57,11 +57,25 @@ def test_a_saved_model_names_the_widest_dtype_of_its_values(tmp_path):
     model = LlamaModel(LlamaConfig(num_hidden_layers=1, **sizes)).bfloat16()
     model.norm.float()
     plain = dict(model.__dict__)
-    transformers.name_saved_dtypes(nn.Sequential(model))
+    transformers.wrap_methods(nn.Sequential(model))
     model.save_pretrained(tmp_path)
     assert LlamaConfig.from_pretrained(tmp_path).dtype == torch.float32
     model.save_pretrained(tmp_path, state_dict=model.half().state_dict())
     assert LlamaConfig.from_pretrained(tmp_path).dtype == torch.float16
     assert type(model) is LlamaModel
-    transformers.forget_saved_dtypes(nn.Sequential(model))
+    transformers.unwrap_methods(nn.Sequential(model))
     assert model.__dict__.keys() == plain.keys()
+
+
+def test_an_adapter_is_loaded_into_its_parameters(tmp_path):
+    model = peft.get_peft_model(nn.Sequential(nn.Linear(8, 8)), peft.LoraConfig(r=4, target_modules=["0"]))
+    model.save_pretrained(tmp_path)
+    model.bfloat16()
+    own = list(model.parameters())
+    transformers.wrap_methods(model)
+    model.load_adapter(tmp_path, "default")
+    assert all(a is b for a, b in zip(own, model.parameters(), strict=True))
+    model.load_adapter(tmp_path, "second")
+    assert {p.dtype for name, p in model.named_parameters() if ".second." in name} == {torch.float32}
+    transformers.unwrap_methods(model)
+    assert "load_adapter" not in model.__dict__

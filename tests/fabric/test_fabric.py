@@ -13,7 +13,7 @@ from torch import nn
 import nemo_lowprec
 from nemo_lowprec.engine import Engine
 from tests.faces import FACE_LEVELS, STEPS, TASKS, batches, make_model, make_optimizer, trainer_losses
-from tests.support import CASES, FP16_LEVELS, Net, assert_same, loader, plugin, stored, trainer
+from tests.support import CASES, FP16_LEVELS, Net, assert_same, clone, loader, plugin, stored, trainer
 
 AT_LEVELS = pytest.mark.parametrize("level", FACE_LEVELS)
 
@@ -169,6 +169,33 @@ def test_a_checkpoint_holds_plain_tensors_that_any_fabric_opens(tmp_path):
     assert_same(model.state_dict(), loaded["model"])
 
 
+def test_each_model_gets_its_own_histories_from_a_checkpoint(tmp_path):
+    def both(order):
+        made, nets = fabric("bf16_with_fp8_mixed"), {"student": Net(), "teacher": Net()}
+        with torch.no_grad():
+            nets["teacher"].inp.weight.mul_(8.0)
+        done = {name: made.setup(nets[name], nets[name].configure_optimizers()) for name in order}
+        return made, {name: done[name] for name in ("student", "teacher")}
+
+    def train(made, models):
+        for part in loader():
+            for model, optimizer in models.values():
+                optimizer.zero_grad()
+                made.backward(model.training_step(part, 0))
+                optimizer.step()
+        return [clone(dict(model.state_dict())) for model, _ in models.values()]
+
+    made, models = both(("student", "teacher"))
+    train(made, models)
+    for name, (model, optimizer) in models.items():
+        made.save(tmp_path / name, {"model": model, "optimizer": optimizer})
+    want = train(made, models)
+    again, models = both(("teacher", "student"))
+    for name, (model, optimizer) in models.items():
+        again.load(tmp_path / name, {"optimizer": optimizer, "model": model})
+    assert_same(train(again, models), want)
+
+
 def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
     made, model, _ = set_up("msamp_o2")
     path = tmp_path / "run.ckpt"
@@ -226,6 +253,23 @@ def test_outputs_are_fp32_and_the_autocast_is_the_levels():
         assert torch.ones(2, 2).mm(torch.ones(2, 2)).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("level", ["bf16_mixed", *FACE_LEVELS])
+def test_a_model_may_be_compiled_after_it_is_set_up(level):
+    losses = []
+    for backend in (None, "eager"):
+        made, net = fabric(level), Net()
+        model, optimizer = made.setup(net, net.configure_optimizers())
+        model = model if backend is None else torch.compile(model, backend=backend)
+        for part in loader():
+            loss = F.cross_entropy(model(part["x"]), part["y"])
+            made.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    half = len(losses) // 2
+    assert losses[:half] == losses[half:]
+
+
 def test_two_models_with_an_optimizer_each_are_trained_in_turn():
     made, nets = fabric("msamp_o2"), [Net(), Net()]
     set_up_both = [made.setup(net, net.configure_optimizers()) for net in nets]
@@ -252,7 +296,7 @@ def test_a_strategy_without_levels_is_refused_by_name(kind):
 def test_a_second_model_is_refused_where_the_loss_is_scaled():
     made = fabric("fp16_mixed")
     made.setup(Net())
-    with pytest.raises(ValueError, match=r"fp16_mixed scales the loss of one model\..*one module"):
+    with pytest.raises(ValueError, match=r"fp16_mixed scales the loss of one model\..*one module.*a Fabric for each"):
         made.setup(Net())
 
 

@@ -85,3 +85,26 @@ def test_the_trainer_of_transformers(level, tmp_path):
     again = PeftModel.from_pretrained(llama(torch.bfloat16), saved).state_dict()
     trained = model.state_dict()
     assert all(torch.equal(again[name].float(), trained[name].float()) for name in again if "lora_" in name)
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "bf16_mixed"])
+def test_an_adapter_is_loaded_back_exactly_and_trains_on(level, tmp_path):
+    model, optimizer = prepared(level)
+
+    def step(tokens):
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return {name: value.clone() for name, value in model.state_dict().items() if "lora_" in name}
+
+    saved = step(TOKENS[0])
+    model.save_pretrained(tmp_path)
+    step(TOKENS[1])
+    model.load_adapter(tmp_path, "default", is_trainable=True)
+    loaded = {name: value for name, value in model.state_dict().items() if name in saved}
+    assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+    assert {p for p in model.parameters() if p.requires_grad} == {
+        p for g in optimizer.param_groups for p in g["params"]
+    }
+    after = step(TOKENS[2])
+    assert not any(torch.equal(after[name], value) for name, value in saved.items())

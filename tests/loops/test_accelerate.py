@@ -269,6 +269,25 @@ def test_the_model_comes_first():
         prepare(accelerator, net(), optimizer, level="bf16_mixed")
 
 
+def test_a_second_model_that_would_train_is_refused():
+    accelerator, model = started(), net()
+    with pytest.raises(ValueError, match=r"takes one model.*Sequential after the optimizer.*Call prepare for each"):
+        prepare(accelerator, model, torch.optim.AdamW(model.parameters()), net(), level="msamp_o2")
+    assert Engine.of(model) is None
+    begin(accelerator, "msamp_o2", lambda _: net().requires_grad_(False), lambda _: nn.MSELoss())
+
+
+def test_clipping_after_released_gradients_is_refused():
+    accelerator = started()
+    released, _ = begin(accelerator, "msamp_o2", gradient_release=True)
+    model, _ = begin(accelerator, "msamp_o2")
+    accelerator.backward(loss_of(released) + loss_of(model))
+    for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
+        clip(model.parameters(), 1.0)
+        with pytest.raises(ValueError, match="gradient_release=True has stepped each parameter"):
+            clip(released.parameters(), 1.0)
+
+
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
 def test_other_engines_of_accelerate_are_refused(kind):
     accelerator = started()

@@ -90,6 +90,28 @@ def test_a_resumed_run_goes_on_bit_for_bit(level, level_options, options, tmp_pa
     assert third.global_step == 4 and again.losses[-2:] == first.losses[-2:]
 
 
+@pytest.mark.parametrize("level", ["te_fp8", "bf16_mixed", "msamp_o3"])
+def test_a_model_in_bf16_resumes_from_its_master_weights(level, tmp_path):
+    losses = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-2")):
+        mine = trainer(tmp_path, level, bf16=True, max_steps=4, save_strategy="steps", save_steps=2)
+        mine.model.to(torch.bfloat16)  # as from_pretrained gives it
+        mine.train(resume_from_checkpoint=checkpoint)
+        losses.append(mine.losses)
+    assert losses[1] == losses[0][2:]
+
+
+@pytest.mark.parametrize(("level_options", "options"), [({}, {}), ({"half": "fp16"}, {"fp16": True})])
+def test_an_optimizer_that_is_made_anew_resumes_too(level_options, options, tmp_path):
+    mine = trainer(
+        tmp_path, "msamp_o2", level_options=level_options, max_steps=4, save_strategy="steps", save_steps=2, **options
+    )
+    mine.train()
+    mine.optimizer = mine.lr_scheduler = None
+    mine.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert mine.losses[-2:] == mine.losses[2:4]
+
+
 @pytest.mark.parametrize("level", FACE_LEVELS)
 def test_the_saved_model_opens_plain_with_its_master_weights(level, tmp_path):
     mine = trainer(tmp_path, level, bf16=True)
@@ -214,3 +236,17 @@ def test_two_processes_average_accumulate_and_resume(tmp_path):
     assert first["losses"] != second["losses"] and first["losses"][-1] < first["losses"][0]
     assert len(first["norms"]) == 4 and first["norms"] == second["norms"]
     assert_same(first["weights"], second["weights"])
+
+
+@pytest.mark.parametrize(("first", "second"), [("bf16_with_fp8_mixed", "msamp_o2"), ("msamp_o3", "msamp_o3")])
+def test_a_second_trainer_goes_on_with_the_trained_model(first, second, tmp_path):
+    one = trainer(tmp_path / "one", first, max_steps=2)
+    one.train()
+    one.save_model()
+    losses = []
+    for model in (one.model, AutoModelForCausalLM.from_pretrained(tmp_path / "one").train()):
+        two = trainer(tmp_path / "two", second, max_steps=3)
+        two = Recording(model, two.args, train_dataset=samples("llama"), level=second)
+        two.train()
+        losses.append(two.losses)
+    assert losses[0] == losses[1] and len(losses[0]) == 3
