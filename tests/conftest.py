@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import gc
 import logging
 import os
 import sys
@@ -12,7 +13,17 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))  # for ``support``
 torch.set_num_threads(1)  # two threads spend most of their time waiting for each other at these sizes
+if not torch.cuda.is_available():
+    # torch keeps each seed with its whole stack for a GPU that may come: milliseconds, and gigabytes over all tests.
+    torch.manual_seed = torch.default_generator.manual_seed
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _only_new_objects_are_collected() -> None:
+    """A garbage collection looks at the objects of this file alone, and not at all that was imported before."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
