@@ -88,7 +88,10 @@ def prepare_parsed(
         raise ValueError("Prepare the model before DistributedDataParallel wraps it.")
     refuse_sharded(model)
     if is_converted(model) or any(isinstance(p, QuantizedTensor) for p in model.parameters()):
-        raise ValueError("This model is converted already: prepare the plain model, once.")
+        raise ValueError(
+            "This model is converted already: prepare the plain model, once. To train it anew, load its state_dict() "
+            "into a new model."
+        )
     engine = Engine(replace(parsed, loss_scale=None), reads_as)
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters())

@@ -204,7 +204,10 @@ def test_what_cannot_be_trained_is_refused_before(tmp_path):
     assert Engine.of(mine.model) is None
     mine = trainer(tmp_path, "bf16_mixed", max_steps=1)
     mine.train()
-    other = LowPrecisionTrainer(mine.model, mine.args, train_dataset=mine.train_dataset, level="bf16_mixed")
+    own = make_optimizer(mine.model)  # over the parameters of the converted model
+    other = LowPrecisionTrainer(
+        mine.model, mine.args, train_dataset=mine.train_dataset, level="bf16_mixed", optimizers=(own, None)
+    )
     with pytest.raises(ValueError, match="converted already"):
         other.train()
 
