@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from nemo_lowprec.chart import PrecisionLevel
@@ -20,6 +19,7 @@ from nemo_lowprec.compat.accelerate import forget_prepared
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.extras import needs_extras
 from nemo_lowprec.loops.accelerated import check_options, choose, convert, join, scale_loss
+from nemo_lowprec.weights.widened import HALVES
 
 with needs_extras("nemo_lowprec.transformers"):
     from transformers import Trainer
@@ -92,8 +92,8 @@ class LowPrecisionTrainer(Trainer):
         """Create the optimizer, and convert the model with it where this Trainer has not converted the model yet."""
         plain: Any = self.model
         before = Engine.of(plain)
-        if self.optimizer is None and before is not None and before is not self._engine:
-            before.revert()  # of a Trainer that has trained the model before
+        if self.optimizer is None and before not in (None, self._engine) and before.model is plain:
+            before.revert()  # the engine of an earlier Trainer; a copy's engine is that of the original
         optimizer = super().create_optimizer(model)
         if self._engine is None or Engine.of(plain) is not self._engine:
             forget_prepared(plain)  # by an evaluation before; else DistributedDataParallel would not wrap it
@@ -108,6 +108,6 @@ class LowPrecisionTrainer(Trainer):
         plain: Any = self.model
         if Engine.of(plain) is None:
             for param in plain.parameters():
-                if param.requires_grad and param.dtype in (torch.bfloat16, torch.float16):
+                if param.requires_grad and param.dtype in HALVES:
                     param.data = param.data.float()
         super()._load_from_checkpoint(*args, **kwargs)

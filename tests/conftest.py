@@ -14,7 +14,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))  # for ``support``
 torch.set_num_threads(1)  # two threads spend most of their time waiting for each other at these sizes
 if not torch.cuda.is_available():
-    # torch keeps each seed with its whole stack for a GPU that may come: milliseconds, and gigabytes over all tests.
+    # torch keeps each seed, with the stack of its caller, for a GPU that may come: milliseconds and memory each time.
     torch.manual_seed = torch.default_generator.manual_seed
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 

@@ -45,7 +45,7 @@ def cast_to_adapter(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
     return layer._cast_input_dtype(x, dtype)  # type: ignore[no-any-return]
 
 
-def wrap_methods(model: nn.Module) -> None:
+def wrap_save_and_load(model: nn.Module) -> None:
     """Have models of transformers and PEFT in ``model`` keep the values that ``state_dict`` saves and loads.
 
     ``save_pretrained`` names the dtype of the saved values in ``config.json``: transformers names the dtype of the
@@ -59,8 +59,8 @@ def wrap_methods(model: nn.Module) -> None:
                 module.__dict__[method.__name__.lstrip("_")] = partial(method, module)
 
 
-def unwrap_methods(model: nn.Module) -> None:
-    """Undo ``wrap_methods``."""
+def unwrap_save_and_load(model: nn.Module) -> None:
+    """Undo ``wrap_save_and_load``."""
     for module in model.modules():
         for name, own in list(module.__dict__.items()):
             if isinstance(own, partial) and own.func in _METHODS.values():

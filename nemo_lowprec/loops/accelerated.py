@@ -165,8 +165,8 @@ def _clip(clip: Callable[..., Any], made: ref[nn.Module], parameters: Any, *args
     held = {id(param) for param in model.parameters()} if model is not None else set()
     if any(id(param) in held for param in given):
         raise ValueError(
-            "gradient_release=True has stepped each parameter before all gradients are there to be clipped. Leave one "
-            "of them out."
+            "gradient_release=True has stepped each parameter before all gradients are there to be clipped. Leave out "
+            "gradient_release or the clipping."
         )
     return clip(given, *args, **kwargs)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nemo_lowprec.column import Column
-from nemo_lowprec.compat.transformers import unwrap_methods, wrap_methods
+from nemo_lowprec.compat.transformers import unwrap_save_and_load, wrap_save_and_load
 
 
 class WeightStore(Column):
@@ -26,8 +26,8 @@ class WeightStore(Column):
 
     def install(self, model: nn.Module, training: bool) -> None:
         self.model = model
-        wrap_methods(model)
-        self._hooks.callback(unwrap_methods, model)
+        wrap_save_and_load(model)
+        self._hooks.callback(unwrap_save_and_load, model)
 
     def attach(self, optimizer: Optimizer) -> None:
         self._optimizers.add(optimizer)

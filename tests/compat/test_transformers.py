@@ -57,13 +57,13 @@ def test_a_saved_model_names_the_widest_dtype_of_its_values(tmp_path):
     model = LlamaModel(LlamaConfig(num_hidden_layers=1, **sizes)).bfloat16()
     model.norm.float()
     plain = dict(model.__dict__)
-    transformers.wrap_methods(nn.Sequential(model))
+    transformers.wrap_save_and_load(nn.Sequential(model))
     model.save_pretrained(tmp_path)
     assert LlamaConfig.from_pretrained(tmp_path).dtype == torch.float32
     model.save_pretrained(tmp_path, state_dict=model.half().state_dict())
     assert LlamaConfig.from_pretrained(tmp_path).dtype == torch.float16
     assert type(model) is LlamaModel
-    transformers.unwrap_methods(nn.Sequential(model))
+    transformers.unwrap_save_and_load(nn.Sequential(model))
     assert model.__dict__.keys() == plain.keys()
 
 
@@ -72,10 +72,10 @@ def test_an_adapter_is_loaded_into_its_parameters(tmp_path):
     model.save_pretrained(tmp_path)
     model.bfloat16()
     own = list(model.parameters())
-    transformers.wrap_methods(model)
+    transformers.wrap_save_and_load(model)
     model.load_adapter(tmp_path, "default")
     assert all(a is b for a, b in zip(own, model.parameters(), strict=True))
     model.load_adapter(tmp_path, "second")
     assert {p.dtype for name, p in model.named_parameters() if ".second." in name} == {torch.float32}
-    transformers.unwrap_methods(model)
+    transformers.unwrap_save_and_load(model)
     assert "load_adapter" not in model.__dict__

@@ -1,5 +1,7 @@
 """transformers' Trainer at the levels of the chart."""
 
+import copy
+
 import accelerate
 import pytest
 import torch
@@ -253,3 +255,12 @@ def test_a_second_trainer_goes_on_with_the_trained_model(first, second, tmp_path
         two.train()
         losses.append(two.losses)
     assert losses[0] == losses[1] and len(losses[0]) == 3
+
+
+def test_a_copy_of_a_trained_model_is_refused_and_the_model_keeps_its_level(tmp_path):
+    one = trainer(tmp_path, "bf16_with_fp8_mixed", max_steps=1)
+    one.train()
+    two = Recording(copy.deepcopy(one.model), one.args, train_dataset=samples("llama"), level="bf16_mixed")
+    with pytest.raises(ValueError, match=r"converted already.*load its state_dict"):
+        two.train()
+    assert Engine.of(one.model).model is one.model and one.model.dtype == torch.bfloat16
