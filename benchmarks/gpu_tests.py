@@ -2,9 +2,9 @@
 
 python -m benchmarks.gpu_tests
 
-Most of their time goes into compiling kernels, so each file has a process of its own, as many at once as the GPU's
-memory has room for. A file whose results depend on times has the GPU to itself, first. Figures are written as they
-come. With ``--files``, figures of the others stay.
+Most of their time goes into compiling kernels, so each file has processes of its own, as many files at once as the
+GPU's memory has room for. A file whose results depend on times has the GPU to itself, first. Figures are written as
+they come. With ``--files``, figures of the others stay.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import multiprocessing
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import pytest
@@ -23,42 +23,54 @@ from benchmarks.record import Record, arguments, lines
 
 # Their tests compare times, or hold a decision that depends on times: which blocks become graphs.
 _ALONE = {"test_auto.py", "test_doctor.py", "test_graphs_recomputed.py", "test_profile.py"}
+_PARTS = {"test_families.py": 8}  # processes of files that hold many slow tests of small models
 _BYTES_OF_FILE = 6 * 2**30  # room for the tensors of a file's tests and for CUDA's context
 
 
 class Outcomes:
-    """A pytest plugin that counts."""
+    """A pytest plugin that runs a part of the tests and counts their outcomes."""
 
-    def __init__(self) -> None:
-        self.by_file: dict[str, Counter[str]] = {}
+    def __init__(self, part: int = 0, parts: int = 1) -> None:
+        self._mine = slice(part, None, parts)
+        self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = items[self._mine]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or not report.passed:  # set-up and tear-down count where they end a test
-            self.by_file.setdefault(report.location[0], Counter())[report.outcome] += 1
+            self.counts[report.outcome] += 1
         if report.skipped:
             self.reasons[report.longrepr[2].removeprefix("Skipped: ")] += 1
 
 
-def outcomes_of(file: Path) -> tuple[int, Outcomes]:
-    """Run the tests of a file; pytest's exit code and what it counted."""
-    outcomes = Outcomes()
+def outcomes_of(file: Path, part: int, parts: int) -> tuple[int, Outcomes]:
+    """Run one of ``parts`` parts of the tests of a file; pytest's exit code and the outcomes."""
+    outcomes = Outcomes(part, parts)
     code = pytest.main([str(file), "-q", "--no-header", "-p", "no:cacheprovider"], plugins=[outcomes])
     return int(code), outcomes
 
 
-def in_a_process(file: Path) -> tuple[Path, int, Outcomes]:
-    """The file, pytest's exit code and the outcomes, from a process that ends with the tests of the file."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return file, *pool.submit(outcomes_of, file).result()
+def in_processes(file: Path) -> tuple[Path, int, Outcomes]:
+    """The file, pytest's worst exit code and the outcomes, from processes that end with the tests of the file."""
+    parts, whole = _PARTS.get(file.name, 1), Outcomes()
+    with ProcessPoolExecutor(parts, multiprocessing.get_context("spawn")) as pool:
+        runs = [pool.submit(outcomes_of, file, part, parts) for part in range(parts)]
+        codes, found = zip(*(run.result() for run in runs), strict=True)
+    for outcomes in found:
+        whole.counts += outcomes.counts
+        whole.reasons += outcomes.reasons
+    return file, max(codes), whole
 
 
 def in_turns(files: Sequence[Path]) -> Iterator[tuple[Path, int, Outcomes]]:
-    """The results of ``in_a_process``, in the order of ``files``, and each without waiting for later ones."""
+    """The results of ``in_processes``, as they come; processes start in the order of ``files``."""
     memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
     for alone, count in ((True, 1), (False, max(1, memory // _BYTES_OF_FILE))):
         with ThreadPoolExecutor(count) as pool:
-            yield from pool.map(in_a_process, [file for file in files if (file.name in _ALONE) == alone])
+            runs = [pool.submit(in_processes, file) for file in files if (file.name in _ALONE) == alone]
+            yield from (run.result() for run in as_completed(runs))
 
 
 def main() -> None:
@@ -71,8 +83,9 @@ def main() -> None:
     record, worst = Record(args.out, others), 0
     for file, code, outcomes in in_turns(files):
         worst = max(worst, code)
-        counts = sum(outcomes.by_file.values(), Counter[str]())
-        record.add(benchmark="gpu_tests", file=str(file), **{k: counts[k] for k in ("passed", "failed", "skipped")})
+        record.add(
+            benchmark="gpu_tests", file=str(file), **{k: outcomes.counts[k] for k in ("passed", "failed", "skipped")}
+        )
         for reason, count in outcomes.reasons.most_common():
             record.add(benchmark="gpu_tests_skipped", file=str(file), reason=reason, tests=count)
     sys.exit(worst)
