@@ -10,11 +10,22 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from benchmarks.record import RESULTS, read
-from benchmarks.rst import block, rst_table
+from benchmarks.rst import block, rst_table, simple_table
 
 __all__ = ["gpu_tests", "ran_on", "versions"]
 
 _ROOT = Path(__file__).parent.parent
+_OUTCOMES = ("passed", "failed", "skipped")
+_SUBJECTS = {  # of tests/gpu, with the beginnings of the names of their files
+    "Kernels in Triton": ("triton", "master_step", "low_bit"),
+    "FP8 layers, backends": ("te", "fp8", "flat", "half", "group", "patches", "weight_cache", "torch", "experts"),
+    "CUDA graphs, torch.compile": ("graphs", "compiled"),
+    "Trainer, loops, adapters": ("trainer", "faces", "resumed", "peft"),
+    "Families of models": ("families",),
+    "Several GPUs": ("multi_gpu", "megatron_two"),
+    "Megatron-core, NeMo": ("megatron", "nemo"),
+    "Monitor and commands": ("monitor", "profile", "plan", "doctor", "advise", "auto"),
+}
 _SHOWN = ("torch", "lightning", "transformers", "transformer-engine", "megatron-core", "timm")
 
 
@@ -58,11 +69,26 @@ def ran_on() -> str:
 
 
 def gpu_tests() -> str:
-    """Outcomes of the tests that need a GPU, by file."""
+    """Outcomes of the tests that need a GPU, by subject."""
     origins, figures = read(RESULTS / "gpu_tests_h200.jsonl")
-    files = [f for f in figures if f["benchmark"] == "gpu_tests"]
-    passed, failed = (sum(f[key] for f in files) for key in ("passed", "failed"))
-    rows = [(f"``{f['file']}``", *(str(f[key]) for key in ("passed", "failed", "skipped"))) for f in files]
+    counts: dict[str, Counter[str]] = {subject: Counter() for subject in _SUBJECTS}
+    for figure in figures:
+        if figure["benchmark"] == "gpu_tests":
+            found = counts[_subject(Path(figure["file"]).stem)]
+            found.update(files=1, **{outcome: figure[outcome] for outcome in _OUTCOMES})
+    whole = sum(counts.values(), Counter[str]())
     dates = sorted({source["date"] for source in origins})
-    said = f"On {origins[0]['gpu']}, {' and '.join(dates)}, {passed:,} tests passed and {failed} failed."
-    return block(said, rst_table(("File", "passed", "failed", "skipped"), rows))
+    said = (
+        f"On {origins[0]['gpu']}, {' and '.join(dates)}, {whole['passed']:,} tests of {whole['files']} files passed "
+        f"and {whole['failed']} failed."
+    )
+    rows = [
+        (subject, *(f"{found[of]:,}" for of in ("files", *_OUTCOMES))) for subject, found in counts.items() if found
+    ]
+    return block(said, simple_table(("Subject", "Files", *_OUTCOMES), rows))
+
+
+def _subject(file: str) -> str:
+    """The subject whose prefix is a prefix of the file's name, the longest one."""
+    prefixes = {f"test_{prefix}": subject for subject, of in _SUBJECTS.items() for prefix in of}
+    return prefixes[max((prefix for prefix in prefixes if file.startswith(prefix)), key=len)]

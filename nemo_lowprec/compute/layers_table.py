@@ -86,7 +86,7 @@ def _kept(conversion: Conversion, activations: str) -> str:
     kinds = Counter(conversion.keeping.values())
     found = ", ".join(f"{count:,} {kind}{'s' if count > 1 else ''}" for kind, count in kinds.items())
     form = "in FP8" if "fp8" in activations else "as they are"
-    behind = ", and the layers behind them keep none" if "recompute" in activations else ""
+    behind = ", and the linear layers behind them keep no input" if "recompute" in activations else ""
     return f"keep for backward their inputs alone, {form}{behind}: {found}"
 
 

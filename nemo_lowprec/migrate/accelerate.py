@@ -78,8 +78,14 @@ def _accelerator(script: Script, call: cst.Call, used: set[cst.CSTNode]) -> Chan
     where, made = recipe
     target, notes = _target(script, made)
     change = Change(notes=notes)
-    for prepare in _prepares(script, call):
+    name = _variable(script, call)
+    for prepare in _prepares(script, call, name):
         change.add(_prepare(script, prepare, target))
+    change.notes += [
+        (node, f"{name}.mixed_precision is 'bf16' now.")
+        for node in script.all(cst.Attribute)
+        if node.attr.value == "mixed_precision" and script.text(node.value) == name
+    ]
     change.add(_without_recipe(script, call, where, listed))
     change.imports[("nemo_lowprec.accelerate", None)] = None
     return change
@@ -161,14 +167,19 @@ def _torchao(script: Script, recipe: cst.Call, given: dict[str, cst.BaseExpressi
     return Target(level).check(recipe), [(recipe, _MASTERS.format(level=level))]
 
 
-def _prepares(script: Script, call: cst.Call) -> list[cst.Call]:
-    """The calls of ``prepare`` on the Accelerator that ``call`` makes, with a model."""
+def _variable(script: Script, call: cst.Call) -> str:
+    """The variable, or attribute, of the Accelerator that ``call`` makes."""
     assigned = script.parent(call)
     if not (isinstance(assigned, cst.Assign) and len(assigned.targets) == 1):
         raise Obstacle(call, "The Accelerator is assigned to no variable.")
     name = script.text(assigned.targets[0].target)
     if [script.text(target.target) for target in script.all(cst.AssignTarget)].count(name) > 1:
         raise Obstacle(call, f"{name} is assigned at several places.")
+    return name
+
+
+def _prepares(script: Script, call: cst.Call, name: str) -> list[cst.Call]:
+    """The calls of ``prepare`` with a model on the Accelerator ``name``, which ``call`` makes."""
     found = []
     for other in script.all(cst.Call):
         if not (isinstance(other.func, cst.Attribute) and script.text(other.func.value) == name):

@@ -53,6 +53,17 @@ def test_arguments_of_a_recipe_in_a_variable_are_the_levels(migrated):
     assert "Evaluation computes in FP8, too" in said
 
 
+def test_a_question_after_the_precision_gets_a_note(migrated):
+    new, said = migrated(
+        HEAD.format("MSAMPRecipeKwargs")
+        + 'accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[MSAMPRecipeKwargs()])\n'
+        + f'{BODY}{PREPARE}if accelerator.mixed_precision == "fp8" and other.mixed_precision:\n    pass\n'
+    )
+    assert new.endswith('if accelerator.mixed_precision == "fp8" and other.mixed_precision:\n    pass\n')
+    assert said.count("mixed_precision is") == 1
+    assert "8: accelerator.mixed_precision is 'bf16' now." in said
+
+
 def test_model_and_optimizer_come_first(migrated):
     new, _ = migrated(
         HEAD.format("MSAMPRecipeKwargs")

@@ -94,6 +94,7 @@ BAD = {
     "syntax.py": (b"x = (\n", "syntax.py cannot be migrated: line"),
     "latin.py": (b"x = '\xe9'\n", "latin.py cannot be migrated: byte 5 is not UTF-8."),
     "coding.py": (b"# coding: none\n", "coding.py cannot be migrated: unknown encoding: none."),
+    "deep.py": (b"x" + b".a()" * 999, "deep.py cannot be migrated: an expression is nested too deeply."),
     "folder": (None, "folder is no file; name the scripts in it."),
     "missing.py": (b"", "missing.py does not exist."),
 }
