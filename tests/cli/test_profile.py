@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,28 +16,7 @@ from nemo_lowprec.report.page.profile_section import profile_section
 from nemo_lowprec.report.page.run_page import write_report
 from nemo_lowprec.report.profile.step_profile import FILE, HALF_FILE, read_profile
 from tests.called import printed, refusal
-from tests.cli.test_cli import TINY
-from tests.processes import of_a_shell
 from tests.runs import write_run
-
-
-def test_a_level_is_profiled_beside_bf16(
-    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in set(profile_both.os.environ) - set(of_a_shell()):  # type: ignore[attr-defined]
-        monkeypatch.delenv(name)
-    data = [f"data.train_prefix={data_dir / 'train'}", f"data.validation_prefix={data_dir / 'validation'}"]
-    tiny = [word for word in TINY if not word.startswith("trainer.max_steps")]
-    words = [*tiny, *data, "precision=msamp_o2", "precision.fp8_margin=1", "out=run"]
-    assert main(["profile", *words, "--json"]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert found["bf16"]["about"]["level"] == "bf16_mixed" and found["level"]["about"]["level"] == "msamp_o2"
-    assert found["level"]["about"]["arguments"] == {"fp8_margin": 1}
-    assert "× as fast" in found["summary"] and found["verdict"].startswith("On a CPU FP8 is emulated")
-    assert read_profile(tmp_path / "run" / FILE).layers == found["level"]["layers"]
-    assert read_profile(tmp_path / "run" / HALF_FILE).ms == found["bf16"]["ms"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
 @pytest.fixture

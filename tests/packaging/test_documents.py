@@ -29,6 +29,7 @@ from nemo_lowprec import CHART
 from nemo_lowprec.conf.compare_line import CompareLine
 from nemo_lowprec.report.findings import LevelDiffersError
 from nemo_lowprec.report.monitor import read_run
+from nemo_lowprec.report.profile.step_profile import read_profile
 from tests.commands import answer
 from tests.documents import DOCUMENTS, ROOT, block, blocks, inline_commands, python
 from tests.processes import of_a_shell
@@ -382,7 +383,7 @@ def test_a_run_is_monitored(line: str, place: Path) -> None:
         "trainer.accelerator=cpu",
     ]
     more = sizes if " run " in line else [*SHORT[1:], *SMALL, "trainer.max_steps=2"]
-    run(line, place, more)
+    run_at_once(line, place, more)
     found = [read_run(path.parent) for path in set(place.rglob("monitor.jsonl")) - before]
     assert len(found) == (2 if "," in line else 1)
     assert all(one.steps == [2] and one.ended for one in found)
@@ -390,7 +391,7 @@ def test_a_run_is_monitored(line: str, place: Path) -> None:
 
 def test_a_run_has_a_page(place: Path) -> None:
     pretrain, report, elsewhere = block("watching.rst", "nemo-lowprec pretrain monitor=on hydra.run.dir").lines
-    run(pretrain, place, [*SHORT[1:], *SMALL, "trainer.max_steps=2"])
+    run_at_once(pretrain, place, [*SHORT[1:], *SMALL, "trainer.max_steps=2"])
     assert run_at_once(report, place, []).strip() == "runs/first/report.html"
     run_at_once(elsewhere, place, [])
     assert (place / "first.html").read_bytes() == (place / "runs" / "first" / "report.html").read_bytes()
@@ -401,7 +402,7 @@ def test_levels_are_trained_and_compared(place: Path) -> None:
     printed = CompareLine.of(shlex.split(compare)[2:])
     assert len(printed.levels) == 5 and printed.seeds == (1, 2, 3)
     fewer = ["precision=bf16_mixed,msamp_o2", "seeds=1", "data=stdlib_small", "trainer.max_steps=2"]
-    table = run(compare, place, [*SHORT[1:], *SMALL, *fewer])
+    table = run_at_once(compare, place, [*SHORT[1:], *SMALL, *fewer])
     assert "Levels beside bf16_mixed" in table and "msamp_o2: The loss is" in table
     assert run(of_folders, place).split("first_seed")[0].strip() in table
     assert (place / "first_seed.html").is_file()
@@ -433,13 +434,16 @@ def test_a_monitor_among_callbacks_and_in_a_loop(tmp_path: Path, monkeypatch: py
 def test_steps_are_profiled(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     beside, kept = block("profiling.rst", "nemo-lowprec profile").lines
     fewer = [*SHORT[1:], *SMALL, "data=stdlib_small"]
-    printed = run(beside, place, fewer)
+    printed = run_at_once(beside, place, fewer)
     assert "ms of a step" in printed and "by layer" in printed
-    assert json.loads(run(kept, place, fewer))["level"]["about"]["level"] == "msamp_o2"
-    assert sorted(path.name for path in (place / "outputs" / "profile").iterdir()) == [
-        "profile.json",
-        "profile_bf16.json",
-    ]
+    found = json.loads(run_at_once(kept, place, fewer).splitlines()[-1])
+    assert found["bf16"]["about"]["level"] == "bf16_mixed" and found["level"]["about"]["level"] == "msamp_o2"
+    assert found["level"]["about"]["arguments"] == {"fp8_margin": 1}
+    assert "× as fast" in found["summary"] and found["verdict"].startswith("On a CPU FP8 is emulated")
+    folder = place / "outputs" / "profile"
+    assert sorted(path.name for path in folder.iterdir()) == ["profile.json", "profile_bf16.json"]
+    assert read_profile(folder / "profile.json").layers == found["level"]["layers"]
+    assert read_profile(folder / "profile_bf16.json").ms == found["bf16"]["ms"]
     monkeypatch.chdir(tmp_path)
     names = {"MyModel": Lit, "my_data": batches, "Trainer": lambda **given: Trainer(**given | QUIET)}
     found = python(block("profiling.rst", "from nemo_lowprec import bf16_with_fp8_mixed"), **names)
@@ -517,7 +521,7 @@ def test_a_test_of_one_s_own_passes_and_fails_as_it_should(tmp_path: Path, monke
 
 def test_an_audit_is_json_with_a_status(tmp_path: Path) -> None:
     (line,) = block("watching.rst", "nemo-lowprec audit").lines
-    found = json.loads(run(line, tmp_path, [*SHORT[-2:], *SMALL]))
+    found = json.loads(run_at_once(line, tmp_path, [*SHORT[-2:], *SMALL]).splitlines()[-1])
     assert found["level"] == "msamp_o2" and found["agrees"]
 
 
