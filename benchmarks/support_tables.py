@@ -12,11 +12,11 @@ from packaging.requirements import Requirement
 from benchmarks.record import RESULTS, read
 from benchmarks.rst import block, rst_table, simple_table
 
-__all__ = ["gpu_tests", "ran_on", "versions"]
+__all__ = ["gpu_tests", "ran_on", "subject_of", "versions"]
 
 _ROOT = Path(__file__).parent.parent
 _OUTCOMES = ("passed", "failed", "skipped")
-_SUBJECTS = {  # of tests/gpu, with the beginnings of the names of their files
+_SUBJECTS = {  # of tests/gpu, each with beginnings of the names of files; the first that fits counts
     "Kernels in Triton": ("triton", "master_step", "low_bit"),
     "FP8 layers, backends": ("te", "fp8", "flat", "half", "group", "patches", "weight_cache", "torch", "experts"),
     "CUDA graphs, torch.compile": ("graphs", "compiled"),
@@ -74,7 +74,7 @@ def gpu_tests() -> str:
     counts: dict[str, Counter[str]] = {subject: Counter() for subject in _SUBJECTS}
     for figure in figures:
         if figure["benchmark"] == "gpu_tests":
-            found = counts[_subject(Path(figure["file"]).stem)]
+            found = counts[subject_of(Path(figure["file"]))]
             found.update(files=1, **{outcome: figure[outcome] for outcome in _OUTCOMES})
     whole = sum(counts.values(), Counter[str]())
     dates = sorted({source["date"] for source in origins})
@@ -88,7 +88,7 @@ def gpu_tests() -> str:
     return block(said, simple_table(("Subject", "Files", *_OUTCOMES), rows))
 
 
-def _subject(file: str) -> str:
-    """The subject whose prefix is a prefix of the file's name, the longest one."""
-    prefixes = {f"test_{prefix}": subject for subject, of in _SUBJECTS.items() for prefix in of}
-    return prefixes[max((prefix for prefix in prefixes if file.startswith(prefix)), key=len)]
+def subject_of(file: Path) -> str:
+    """The first subject that the name of a file of tests/gpu belongs to."""
+    name = file.stem.removeprefix("test_")
+    return next(subject for subject, beginnings in _SUBJECTS.items() if name.startswith(beginnings))

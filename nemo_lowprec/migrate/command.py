@@ -8,8 +8,6 @@ import stat
 import sys
 from pathlib import Path
 
-import libcst as cst
-
 from nemo_lowprec.checkpoint.writing import file_in_place
 from nemo_lowprec.migrate import accelerate, lightning, msamp
 from nemo_lowprec.migrate.edits import edited
@@ -30,9 +28,14 @@ def migrate(paths: list[str], write: bool = False) -> None:
     Raises:
         ValueError: a path is no file, or a file is not UTF-8 or no Python; no file is changed.
     """
-    results = {path: _migrated(path) for path in dict.fromkeys(paths)}
-    for path, (script, new) in results.items():
-        old = script.module
+    scripts = {path: _read(path) for path in dict.fromkeys(paths)}
+    results = {}
+    for path, script in scripts.items():
+        for framework in (lightning, accelerate, msamp):
+            framework.find(script)
+        results[path] = edited(script)
+    for path, script in scripts.items():
+        old, new = script.module, results[path]
         notes = {text: script.line(node) for node, text in reversed(script.change.notes)}  # each at its first place
         found = {(line, text) for text, line in notes.items()}
         found |= {(script.line(node), f"Not migrated: {text}") for node, text in script.obstacles}
@@ -48,23 +51,17 @@ def migrate(paths: list[str], write: bool = False) -> None:
             print(_diff(path, old.bytes.decode(), new.bytes.decode()), end="")
 
 
-def _migrated(path: str) -> tuple[Script, cst.Module]:
-    """The script as it is, and its module as it will be."""
+def _read(path: str) -> Script:
     if not Path(path).exists():
         raise ValueError(f"{path} does not exist.")
     if not Path(path).is_file():
         raise ValueError(f"{path} is no file; name the scripts in it.")
     try:
-        script = Script(Path(path).read_bytes())
-        for framework in (lightning, accelerate, msamp):
-            framework.find(script)
-        return script, edited(script)
+        return Script(Path(path).read_bytes())
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
     except ValueError as error:
         raise ValueError(f"{path} cannot be migrated: {error}.") from None
-    except RecursionError:
-        raise ValueError(f"{path} cannot be migrated: an expression is nested too deeply.") from None
 
 
 def _write(path: Path, source: bytes) -> None:

@@ -56,21 +56,23 @@ class Script:
         source: the bytes of the file.
 
     Raises:
-        ValueError: the source is not UTF-8 or no Python.
+        ValueError: the source is not UTF-8 or no Python, or an expression is nested too deeply.
     """
 
     def __init__(self, source: bytes) -> None:
         try:
             source.decode("utf-8")
             self._wrapper = wrapper = metadata.MetadataWrapper(cst.parse_module(source))
+            found: Any = wrapper.resolve_many([metadata.ScopeProvider, metadata.ParentNodeProvider])
         except UnicodeDecodeError as error:
             raise ValueError(f"byte {error.start} is not UTF-8") from None
         except cst.ParserSyntaxError as error:
             raise ValueError(f"line {error.raw_line} is not Python") from None
         except SyntaxError as error:  # the encoding that the first lines declare
             raise ValueError(str(error)) from None
+        except RecursionError:
+            raise ValueError("an expression is nested too deeply") from None
         self.module = wrapper.module
-        found: Any = wrapper.resolve_many([metadata.ScopeProvider, metadata.ParentNodeProvider])
         self._scopes, self._parents = found[metadata.ScopeProvider], found[metadata.ParentNodeProvider]
         self.change = Change()
         self.obstacles: Notes = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import struct
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from benchmarks.headline_tables import rows as headline_rows
 from benchmarks.pictures import BLACK, LINES, MOST, OTHERS, OURS, Bar, Bars, Dots, Lines, Picture
 from benchmarks.record import RESULTS
 from benchmarks.rst import origin, rst_table, simple_table
+from benchmarks.support_tables import subject_of
 from benchmarks.tables import DOCUMENTS, MEASURED, PICTURES, README, TABLES, fill
 
 BLOCK = re.compile(r"(?s)^\.\. (\w+) begins\n\n(.*?)\n\n\.\. \1 ends$", re.M)
@@ -209,3 +211,8 @@ def test_documents_are_valid(document):
     html = core.publish_parts(document.read_text(), writer="html5", settings_overrides=settings)["html_body"]
     assert "system-message" not in html and "<table" in html
     assert html.count("<h2>") > (5 if document in (README, MEASURED) else 1)
+
+
+def test_each_file_of_gpu_tests_has_a_subject():
+    files = list((Path(__file__).parents[1] / "gpu").glob("test_*.py"))
+    assert len(files) > 50 and all(subject_of(file) for file in files)

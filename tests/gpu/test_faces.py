@@ -56,7 +56,7 @@ def by_transformers(task, level, folder, **options):
         str(folder), per_device_train_batch_size=16, max_steps=STEPS, report_to=[], disable_tqdm=True,
         lr_scheduler_type="constant", train_sampling_strategy="sequential", save_strategy="no", max_grad_norm=0.0,
     )  # fmt: skip
-    settings._n_gpu = 1  # of the GPUs that it sees; it would copy the model to the others by DataParallel
+    settings._n_gpu = 1  # transformers would copy the model to every GPU by DataParallel
     optimizers = make_optimizer(model), None
     trainer = Recording(
         model, settings, train_dataset=samples(task), level=level, level_options=options, optimizers=optimizers

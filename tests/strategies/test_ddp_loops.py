@@ -156,7 +156,7 @@ class Normed(Net):
 
 
 def run_many(rank, case, strategy):
-    observer = fit(Normed(rank), case, rank, strategy, steps=MANY, log_every_n_steps=MANY)
+    observer = fit(Normed(rank), case, rank, strategy, steps=MANY)
     model = observer.trainer.lightning_module
     weights = {n: w for n, w in observer.state["weights"].items() if not n.startswith("norm.running")}
     return {
