@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
-from unittest.mock import patch
-
-import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import nemo_lowprec.megatron.engine as engine
 import nemo_lowprec.strategies.megatron as strategy
+from benchmarks.torch_on_cpu import TorchOnCpu
 
 __all__ = ["CpuForCuda"]
-
-
-class _Autocast(torch.autocast):
-    """``torch.autocast`` of the CPU."""
-
-    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
-        super().__init__("cpu", *args, **kwargs)
 
 
 def _config(**fields: Any) -> Any:
@@ -34,33 +22,13 @@ def _config(**fields: Any) -> Any:
                            params_dtype=fields["params_dtype"])  # fmt: skip
 
 
-class CpuForCuda(TorchFunctionMode):
-    """Within, ``device="cuda"`` is the CPU, and CPU tensors pass for those of CUDA where Megatron-core looks."""
+class CpuForCuda(TorchOnCpu):
+    """``TorchOnCpu`` for the MegatronStrategy of this package, which would refuse a CPU."""
 
-    def __enter__(self) -> Any:
-        self._patches = ExitStack()
-        for owner, name, own in (
-            (torch.cuda, "current_device", lambda: "cpu"),
-            (torch.cuda, "synchronize", lambda: None),
-            (torch, "autocast", _Autocast),
+    def replaced(self) -> list[tuple[Any, str, Any]]:
+        return [
+            *super().replaced(),
             (engine, "OptimizerConfig", _config),
             (strategy, "check_megatron", lambda: None),
             (strategy, "check_device", lambda level: None),
-        ):
-            self._patches.enter_context(patch.object(owner, name, own))
-        return super().__enter__()
-
-    def __exit__(self, *args: Any) -> None:
-        self._patches.close()
-        super().__exit__(*args)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is Tensor.cuda:
-            return args[0]
-        if "cuda" in str(kwargs.get("device")):
-            kwargs["device"] = "cpu"
-        found = func(*args, **kwargs)
-        if func is Tensor.type and len(args) == 1 and not kwargs:
-            return found.replace("torch.", "torch.cuda.", 1)
-        return found
+        ]

@@ -1,9 +1,11 @@
-"""A training job of two processes on the CPU; started again, it goes on from its last checkpoint."""
+"""A training job of two processes, on the CPU or on two GPUs; started again, it goes on from its last checkpoint."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
+import signal
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -67,14 +69,14 @@ def _end(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
 
 
 def _plain(tree: Any) -> Any:
-    """Copies of tensors, whatever they are stored in."""
+    """Copies of tensors in the CPU's memory, whatever they are stored in."""
     if isinstance(tree, dict):
         return {k: _plain(v) for k, v in tree.items()}
     if isinstance(tree, (list, tuple)):
         return [_plain(v) for v in tree]
     if isinstance(tree, QuantizedTensor):
-        return tree.dequantize()
-    return tree.detach().clone() if isinstance(tree, torch.Tensor) else tree
+        return tree.dequantize().cpu()
+    return tree.detach().to("cpu", copy=True) if isinstance(tree, torch.Tensor) else tree
 
 
 def main(
@@ -88,6 +90,7 @@ def main(
     *,
     requeues: bool = False,
     validates: bool = False,
+    device: str = "cpu",
 ) -> None:
     """One process. It saves after every step, and the first one writes what the run ends with to folder/end.pt.
 
@@ -101,34 +104,40 @@ def main(
         callbacks: of ``fault_callbacks``.
         requeues: whether Slurm has started it.
         validates: whether it validates after every second step.
+        device: ``cpu``, with gloo; or ``cuda``, where the process has the GPU of its rank, with NCCL.
     """
     os.setsid()  # so that processes which this one starts are known by its number
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # NCCL's watchdog aborts, and nobody reads a core
     for descriptor in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.update(env)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=_WAIT)
-    with _device(strategy):
-        _train(rank, folder, strategy, level, callbacks, requeues, validates)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_WAIT)
+    plugins = [plugin(level, device), *([SLURMEnvironment()] if requeues else [])]
+    with _megatron(device) if strategy == "megatron" else nullcontext():
+        _train(rank, folder, strategy, plugins, callbacks, validates, device)
 
 
-def _device(strategy: str) -> AbstractContextManager[Any]:
-    if strategy != "megatron":
+def _megatron(device: str) -> AbstractContextManager[Any]:
+    multiprocessing.set_start_method("fork", force=True)  # torchrun's processes have it, and not those of a fork server
+    if device == "cuda":
         return nullcontext()
     from benchmarks.cpu_for_cuda import CpuForCuda  # takes seconds to import
 
-    multiprocessing.set_start_method("fork", force=True)  # torchrun's processes have it, and not those of a fork server
     return CpuForCuda()
 
 
 def _train(
-    rank: int, folder: Path, strategy: str, level: str, callbacks: tuple[Callback, ...], requeues: bool, validates: bool
-) -> None:
+    rank: int, folder: Path, strategy: str, plugins: list[Any], callbacks: tuple[Callback, ...], validates: bool,
+    device: str,
+) -> None:  # fmt: skip
     saving = ModelCheckpoint(folder, save_top_k=0, save_last=True, every_n_train_steps=1)
-    plugins = [plugin(level), *([SLURMEnvironment()] if requeues else [])]
     end = End()
     fit = trainer(
-        plugins, [Steps(), *callbacks, end, saving], strategy=STRATEGIES[strategy](), max_steps=STEPS,
+        plugins, [Steps(), *callbacks, end, saving], device, strategy=STRATEGIES[strategy](), max_steps=STEPS,
         default_root_dir=folder.parent / "requeued", val_check_interval=2, check_val_every_n_epoch=None,
     )  # fmt: skip
     model = Net()

@@ -2,112 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import shutil
-import signal
-import statistics
 import subprocess
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from benchmarks.fault_callbacks import FullDisk, Killer, Spoiler
+from benchmarks.fault_callbacks import FullDisk, Spoiler
 from benchmarks.fault_job import STEPS
-from benchmarks.fault_pair import Pair
-from benchmarks.fault_trials import RUN, SECONDS, NotSurvivedError, Outcome, Trial, need
+from benchmarks.fault_signals import hang, interrupt, kill, kill_in, requeue, terminate
+from benchmarks.fault_trials import RUN, SECONDS, Outcome, Trial, need
 
 __all__ = ["FAULTS"]
 
 _ROOM = 1 << 16  # bytes that are left for what processes print, where files are limited
 _DISK = 16 << 20  # bytes of a disk that may be filled
-
-
-# Signals
-
-
-def _at_random_moment(trial: Trial, act: Callable[[Pair], None], starting: bool = False) -> tuple[Pair, float]:
-    """Start a run and do ``act`` to it at a random moment after a random step.
-
-    Args:
-        trial: half of which go on from a checkpoint.
-        act: gets the pair of processes.
-        starting: whether the moment may be before the first step.
-
-    Returns:
-        the pair, and when that was.
-    """
-    for _ in range(5):
-        first = trial.draw.choice([0, STEPS // 2])
-        if first:  # a checkpoint from elsewhere would not do: Lightning leaves one that it finds, and counts names on
-            before = trial.start(trial.on(0, Killer("forward", first)))
-            before.ends(RUN, SECONDS)
-            need(before.codes[0] == -signal.SIGKILL, f"The run before ended with {before.codes}.", before)
-        pair = trial.start()
-        step, times = trial.draw.randrange(first if starting else first + 1, STEPS - 2), []
-        if step == first and first:
-            pair.reaches("Restoring", RUN)
-            time.sleep(trial.draw.uniform(0, 0.3))
-        elif step == first:
-            time.sleep(trial.draw.uniform(0, 1))
-        else:
-            for mark in ("starts at", *(f"step {n} " for n in range(first + 1, step + 1))):
-                pair.reaches(mark, RUN)
-                times.append(time.monotonic())
-            time.sleep(trial.draw.uniform(0, 2 * statistics.median(b - a for a, b in itertools.pairwise(times))))
-        now = time.monotonic()
-        if all(p.is_alive() for p in pair.processes):
-            act(pair)
-            return pair, now
-        pair.ends(SECONDS, SECONDS)  # it was over: another moment
-        need(pair.codes == [0, 0], f"The run ended with {pair.codes} before anything was done to it.", pair)
-        shutil.rmtree(trial.checkpoints, ignore_errors=True)
-    raise NotSurvivedError("The job was over before the fault came, five times.")
-
-
-def kill(trial: Trial, outcome: Outcome) -> None:
-    """SIGKILL from outside."""
-    rank = trial.draw.randrange(2)
-    pair, since = _at_random_moment(trial, lambda pair: pair.processes[rank].kill(), starting=True)
-    trial.check_ended(pair, pair.ends(SECONDS, SECONDS), since, outcome)
-    trial.check_goes_on(pair, outcome, 2 if trial.form == "async" else 1)
-
-
-def _kill_in(*phases: str) -> Callable[[Trial, Outcome], None]:
-    def act(trial: Trial, outcome: Outcome) -> None:
-        own = [p for p in phases if p != "reduction" or ("msamp" in trial.level and trial.form != "megatron")]
-        phase, step = trial.draw.choice(own), trial.draw.randrange(1, STEPS - 1)
-        # Folders are completed by the first process, which also writes single files.
-        by_first = phase == "checkpoint" or (phase == "writing" and trial.form in ("lowprec_ddp", "megatron"))
-        rank = 0 if by_first else trial.draw.randrange(2)
-        pair = trial.start(trial.on(rank, Killer(phase, step)))
-        ends = pair.ends(RUN, SECONDS)
-        need(pair.codes[rank] == -signal.SIGKILL, f"Nothing was killed in {phase} of step {step}: {pair.codes}.", pair)
-        trial.check_ended(pair, ends, ends[0], outcome)
-        trial.check_goes_on(pair, outcome, 2 if trial.form == "async" else 1)
-
-    return act
-
-
-def _terminate(everyone: bool) -> Callable[[Trial, Outcome], None]:
-    def act(trial: Trial, outcome: Outcome) -> None:
-        ranks = [0, 1] if everyone else [trial.draw.randrange(2)]
-        trial.draw.shuffle(ranks)
-
-        def send(pair: Pair) -> None:
-            for rank in ranks:
-                with suppress(ProcessLookupError):
-                    os.kill(pair.processes[rank].pid, signal.SIGTERM)  # type: ignore[arg-type]
-
-        pair, since = _at_random_moment(trial, send)
-        trial.check_ended(pair, pair.ends(SECONDS, SECONDS), since, outcome)
-        is_over = all(STEPS in pair.steps(rank) for rank in range(2))  # a signal behind the last step ends what is left
-        need(pair.codes == [0, 0] or is_over, f"The processes ended with {pair.codes}.", pair)
-        trial.check_goes_on(pair, outcome, 0)
-
-    return act
 
 
 # The disk
@@ -151,7 +62,7 @@ def disk_full(trial: Trial, outcome: Outcome) -> None:
             need(left == ["last.ckpt"], f"The folder of checkpoints holds {left}.", pair)
         if ballast:
             ballast.unlink()
-        trial.check_goes_on(pair, outcome, 2 if trial.form == "async" else 1)
+        trial.check_goes_on(pair, outcome, trial.may_lose)
 
 
 def _damaged(harm: Callable[[random.Random, Path], str]) -> Callable[[Trial, Outcome], None]:
@@ -220,11 +131,15 @@ def _nan(averaged: bool) -> Callable[[Trial, Outcome], None]:
 # By their names in the results; fault_tables.py has their titles.
 FAULTS: dict[str, Callable[[Trial, Outcome], None]] = {
     "kill": kill,
-    "dead_before": _kill_in("forward", "backward", "reduction"),
-    "dead_after": _kill_in("averaged", "step"),
-    "dead_writing": _kill_in("writing", "checkpoint"),
-    "term_one": _terminate(everyone=False),
-    "term_all": _terminate(everyone=True),
+    "dead_before": kill_in("forward", "backward", "reduction"),
+    "dead_after": kill_in("averaged", "step"),
+    "dead_writing": kill_in("writing", "checkpoint"),
+    "hang": hang,
+    "int_one": interrupt(everyone=False),
+    "int_all": interrupt(everyone=True),
+    "term_one": terminate(everyone=False),
+    "term_all": terminate(everyone=True),
+    "requeue": requeue,
     "disk_full": disk_full,
     "flipped": _damaged(_flip),
     "cut": _damaged(_cut),

@@ -1,4 +1,4 @@
-"""A small classifier, its data and its Trainer: two processes on the CPU train it in about a second."""
+"""A small classifier, its data and its Trainer: two processes train it on the CPU in about a second, or on two GPUs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ from nemo_lowprec.plugins import LEVELS
 __all__ = ["Net", "Samples", "plugin", "trainer"]
 
 
-def plugin(case: str) -> LowPrecision:
-    """A level, or ``LEVEL+fp16`` for one with FP16 weights, with a loss scale that gradients do not overflow."""
+def plugin(case: str, device: str = "cpu") -> LowPrecision:
+    """A level, or ``LEVEL+fp16`` for one with FP16 weights, with a loss scale that gradients do not overflow.
+
+    On ``device="cuda"`` the backend is the level's own choice.
+    """
     name, _, half = case.partition("+")
     options: dict[str, Any] = {"half": half} if half else {}
     level = CHART[name].with_half(half) if half else CHART[name]
     if level.has_fp8:
-        options["backend"] = "reference"
+        options["convert"] = ("inp", "mid")  # on a GPU "auto" leaves layers as small as these in half precision
+        if device == "cpu":
+            options["backend"] = "reference"
     if level.has_loss_scale:
         options |= {"initial_loss_scale": 256.0, "hysteresis": 1}
     return LEVELS[name](**options)
@@ -69,9 +74,10 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def trainer(plugins: Any, callbacks: list[Callback], **options: Any) -> pl.Trainer:
-    """Of two processes on the CPU, which writes nothing by itself."""
+def trainer(plugins: Any, callbacks: list[Callback], device: str = "cpu", **options: Any) -> pl.Trainer:
+    """Of two processes on the CPU or on two GPUs, which writes nothing by itself."""
     return pl.Trainer(
-        accelerator="cpu", devices=2, plugins=plugins, callbacks=callbacks, logger=False, use_distributed_sampler=False,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, max_epochs=-1, **options,
+        accelerator="gpu" if device == "cuda" else device, devices=2, plugins=plugins, callbacks=callbacks,
+        logger=False, use_distributed_sampler=False, enable_progress_bar=False, enable_model_summary=False,
+        num_sanity_val_steps=0, max_epochs=-1, **options,
     )  # fmt: skip

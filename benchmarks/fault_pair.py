@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from benchmarks import fault_job
+from benchmarks.fault_slurm import Slurm
 from benchmarks.processes import FORKING, environment
 
 __all__ = ["Pair"]
@@ -32,22 +33,26 @@ class Pair:
         form: a key of ``fault_job.STRATEGIES``.
         level: see ``fault_model.plugin``.
         callbacks: of each process.
+        device: of ``fault_job.main``.
+        slurm: what starts the processes; None: torchrun.
     """
 
     def __init__(
         self, folder: Path, checkpoints: Path, form: str, level: str,
-        callbacks: tuple[tuple[Callback, ...], ...] = ((), ()),
+        callbacks: tuple[tuple[Callback, ...], ...] = ((), ()), device: str = "cpu", slurm: Slurm | None = None,
     ) -> None:  # fmt: skip
         folder.mkdir(parents=True)
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._outputs = [folder / f"{rank}.txt" for rank in range(2)]
         agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         self.processes = []
+        self.is_over = False
         for rank, output in enumerate(self._outputs):
             output.touch()
-            env = environment(rank, 2, self._store.port) | agent
+            env = environment(rank, 2, self._store.port) | agent | (slurm.environment(rank) if slurm else {})
             job = (rank, env, output, checkpoints, form, level, callbacks[rank])
-            self.processes.append(FORKING.Process(target=fault_job.main, args=job))
+            options = {"device": device, "requeues": slurm is not None}
+            self.processes.append(FORKING.Process(target=fault_job.main, args=job, kwargs=options))
         for process in self.processes:
             process.start()
 
@@ -95,7 +100,14 @@ class Pair:
             process.join()
             if _started_by(process.pid):
                 os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+        self.is_over = True
         return found
+
+    def send(self, number: int, *ranks: int) -> None:
+        """Send a signal to the processes of ``ranks`` that have not ended."""
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid, number)  # type: ignore[arg-type]
 
     @property
     def codes(self) -> list[int | None]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
+import signal
 import tempfile
 import threading
 import traceback
@@ -17,11 +19,13 @@ import torch
 from benchmarks.fault_callbacks import Killer
 from benchmarks.fault_job import STEPS, TIMEOUT
 from benchmarks.fault_pair import Pair
+from benchmarks.fault_slurm import Slurm
 
 __all__ = ["RUN", "SECONDS", "Bench", "NotSurvivedError", "Outcome", "Trial", "levels_of", "need"]
 
-SECONDS = TIMEOUT + 20  # until every process has ended; torch's store waits ten seconds longer than it is told to
+SECONDS = TIMEOUT + 30  # until every process has ended; torch's store waits ten seconds longer than it is told to
 RUN = 300.0  # of a whole run, on a machine that is busy
+_GONE = re.compile(r"peer|timed ?out|timeout|connection", re.IGNORECASE)
 
 
 def levels_of(form: str) -> list[str]:
@@ -69,13 +73,33 @@ class Bench:
     Args:
         place: a folder.
         mounts: whether disks may be mounted there, to be filled.
+        device: of ``fault_job.main``.
     """
 
     place: Path
     mounts: bool
-    _wholes: dict[tuple[str, str], Whole] = field(default_factory=dict)
+    device: str = "cpu"
+    _pairs: list[Pair] = field(default_factory=list)
+    _is_stopped: bool = False
+    _wholes: dict[tuple[str, str], Whole | Exception] = field(default_factory=dict)
     _locks: dict[tuple[str, str], threading.Lock] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def start(self, *args: Any, **options: Any) -> Pair:
+        """A ``Pair``, which ``stop`` ends."""
+        with self._lock:
+            need(not self._is_stopped, "No time was left.")
+            self._pairs = [pair for pair in self._pairs if not pair.is_over]
+            self._pairs.append(Pair(*args, device=self.device, **options))
+            return self._pairs[-1]
+
+    def stop(self) -> None:
+        """Kill all pairs on their way, and start none any more."""
+        with self._lock:
+            self._is_stopped = True
+            for pair in self._pairs:
+                if not pair.is_over:
+                    pair.send(signal.SIGKILL, 0, 1)
 
     def whole(self, form: str, level: str) -> Whole:
         """The undisturbed run; made once."""
@@ -84,18 +108,24 @@ class Bench:
             lock = self._locks.setdefault(key, threading.Lock())
         with lock:
             if key not in self._wholes:
-                self._wholes[key] = self._make(*key)
-        return self._wholes[key]
+                try:
+                    self._wholes[key] = self._make(*key)
+                except Exception as error:  # not again for each trial that needs it
+                    self._wholes[key] = error
+        made = self._wholes[key]
+        if isinstance(made, Exception):
+            raise made
+        return made
 
     def _make(self, form: str, level: str) -> Whole:
         place = Path(tempfile.mkdtemp(prefix=f"whole-{form}-{level}-", dir=self.place))
-        pair = Pair(place / "output", place / "run", form, level)
+        pair = self.start(place / "output", place / "run", form, level)
         pair.ends(RUN, SECONDS)
         need(pair.codes == [0, 0], "The undisturbed run failed.", pair)
         end = torch.load(place / "run" / "end.pt", weights_only=True)
         steps = [pair.steps(rank) for rank in range(2)]
         killer = Killer("forward", STEPS // 2)
-        Pair(place / "output2", place / "half", form, level, ((killer,), ())).ends(RUN, SECONDS)
+        self.start(place / "output2", place / "half", form, level, ((killer,), ())).ends(RUN, SECONDS)
         return Whole(steps, end, place / "half" / "last.ckpt")
 
     def trial(self, fault: Callable[[Trial, Outcome], None], form: str, level: str, name: str) -> Outcome:
@@ -141,9 +171,15 @@ class Trial:
     def last(self) -> Path:
         return self.checkpoints / "last.ckpt"
 
-    def start(self, callbacks: tuple[Any, Any] = ((), ())) -> Pair:
+    def start(self, callbacks: tuple[Any, Any] = ((), ()), slurm: Slurm | None = None) -> Pair:
         self.runs += 1
-        return Pair(self.place / f"output{self.runs}", self.checkpoints, self.form, self.level, callbacks)
+        output = self.place / f"output{self.runs}"
+        return self.bench.start(output, self.checkpoints, self.form, self.level, callbacks, slurm=slurm)
+
+    @property
+    def may_lose(self) -> int:
+        """Steps that a sudden end may cost: in the background the last checkpoint is not complete."""
+        return 2 if self.form == "async" else 1
 
     def on(self, rank: int, callback: Any) -> tuple[Any, Any]:
         return tuple((callback,) if r == rank else () for r in range(2))  # type: ignore[return-value]
@@ -168,6 +204,11 @@ class Trial:
     def check_ended(self, pair: Pair, ends: list[float], since: float, outcome: Outcome) -> None:
         need(len(ends) == 2, f"A process, or one that it had started, had not ended after {SECONDS} s.", pair)
         outcome.seconds = round(ends[-1] - since, 3)
+
+    def check_said(self, pair: Pair, rank: int) -> None:
+        """A process that the other one has left alone says so where it fails."""
+        failed, output = pair.codes[rank] != 0, pair.output(rank)
+        need(not failed or _GONE.search(output), f"Rank {rank} does not say that the other one was gone.", pair)
 
     def check_goes_on(self, pair: Pair, outcome: Outcome, may_lose: int) -> None:
         """Started again after ``pair``, the job goes on from its last checkpoint and ends as if nothing had been."""

@@ -1,11 +1,13 @@
 """Faults that a run of two processes survives: kills, signals, full disks, damaged checkpoints, gradients of NaN.
 
 python -m benchmarks.faults --jobs 28
+python -m benchmarks.faults --device cuda --trials 2 --seconds 480 --out benchmarks/results/faults_h200.jsonl
 
-Needs no GPU. Every trial is a run of a small model over gloo, disturbed at a random moment and then started again; it
-counts as survived where all processes end, and the restart comes bit for bit to the end of a run that nothing
-disturbed. A damaged checkpoint is to be refused in a sentence that names it, unless the damage is in bytes that carry
-nothing; with a NaN on one process all skip the same step. Each failure is a line of its own in the results.
+Every trial is a run of a small model, over gloo on the CPU or over NCCL on two GPUs that all trials share, disturbed at
+a random moment and then started again. It counts as survived where all processes end, and the restart comes bit for bit
+to the end of a run that nothing disturbed. A damaged checkpoint is to be refused in a sentence that names it, unless
+the damage is in bytes that carry nothing; with a NaN on one process all skip the same step. Each failure is a line of
+its own in the results. Figures of faults and forms that are not tried again stay.
 """
 
 from __future__ import annotations
@@ -19,15 +21,35 @@ import tempfile
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import product
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.fault_kinds import FAULTS
 from benchmarks.fault_tables import FORMS
 from benchmarks.fault_trials import Bench, Outcome, levels_of
 from benchmarks.processes import FORKING
-from benchmarks.record import Record, arguments
+from benchmarks.record import Record, arguments, lines
 
+_Trials = dict[tuple[str, str], list[Outcome]]
+ON_GPUS = {  # the environment of processes that are forked to use GPUs
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # otherwise torch.cuda.is_available() starts CUDA, which survives no fork
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "NCCL_MAX_NCHANNELS": "2",  # of small messages, and of many pairs on the same GPUs
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",  # after a timeout torch's watchdog waits for four times as long
+}
+# Whether a process that has imported the modules in sys.argv forks children that can use the GPU.
+_FORKS = """
+import importlib, os, sys, torch
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+torch.zeros(1, device="cuda", dtype=torch.uint8)
+os._exit(0)
+"""
 _INSIDE = "NEMO_LOWPREC_FAULTS_MOUNTS"  # 1 inside of the namespace; 0: no disks are to be mounted
 
 
@@ -42,6 +64,18 @@ def may_mount() -> bool:
                 os.environ[_INSIDE] = "1"
                 os.execvp("unshare", [*unshare, sys.executable, *sys.orig_argv[1:]])
     return False
+
+
+def to_import(device: str, forms: list[str]) -> list[str]:
+    """Modules for the fork server. One whose import starts CUDA is left out: each process then imports it anew."""
+    modules = ["benchmarks.fault_kinds", "torch.distributed.fsdp"]
+    if device == "cpu":
+        return [*modules, *(["benchmarks.cpu_for_cuda"] if "megatron" in forms else [])]
+    more = "benchmarks.fault_imports"
+    tried = subprocess.run([sys.executable, "-c", _FORKS, *modules, more], stderr=subprocess.PIPE, text=True)
+    if tried.returncode:
+        print(f"{more} is not imported before the fork: {tried.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+    return modules if tried.returncode else [*modules, more]
 
 
 def figure(fault: str, form: str, outcomes: list[Outcome]) -> dict[str, Any]:
@@ -67,30 +101,29 @@ def table(figures: list[dict[str, Any]], forms: list[str]) -> str:
     for fault in dict.fromkeys(f["fault"] for f in figures):
         cells = []
         for form in forms:
-            (one,) = (f for f in figures if f["fault"] == fault and f["form"] == form)
-            slowest = f" {one['seconds_max']:.1f}" if "seconds_max" in one else ""
-            cells.append(f"{one['survived']}/{one['trials']}{slowest}")
+            found = [f for f in figures if f["fault"] == fault and f["form"] == form]
+            slowest = [f" {f['seconds_max']:.1f}" for f in found if "seconds_max" in f]
+            cells.append("".join([*(f"{f['survived']}/{f['trials']}" for f in found), *slowest]))
         lines.append(f"{fault:32}" + "".join(f"{cell:>12}" for cell in cells))
     return "\n".join(lines)
 
 
 def run(
-    place: Path, faults: list[str], forms: list[str], trials: int, jobs: int, seed: int, mounts: bool
-) -> tuple[dict[tuple[str, str], list[Outcome]], list[dict[str, Any]]]:
-    """Make all trials: their outcomes by fault and form, and what failed."""
-    bench = Bench(place, mounts)
-    outcomes: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
+    bench: Bench, faults: list[str], forms: list[str], trials: int, jobs: int, seed: int, seconds: float | None = None
+) -> tuple[_Trials, list[dict[str, Any]]]:
+    """Make all trials that end within ``seconds``: their outcomes by fault and form, and what failed."""
+    outcomes: _Trials = defaultdict(list)
     failures = []
     start = time.monotonic()
-    with ThreadPoolExecutor(jobs) as pool:
-        pending = {}
-        for number in range(trials):
-            for j, fault in enumerate(faults):
-                for form in forms:
-                    levels = levels_of(form)
-                    level, name = levels[(number + j) % len(levels)], f"{seed}-{fault}-{form}-{number}"
-                    pending[pool.submit(bench.trial, FAULTS[fault], form, level, name)] = (fault, form, level, name)
-        for done in as_completed(pending):
+    pool, pending = ThreadPoolExecutor(jobs), {}
+    for number in range(trials):
+        for j, fault in enumerate(faults):
+            for form in forms:
+                levels = levels_of(form)
+                level, name = levels[(number + j) % len(levels)], f"{seed}-{fault}-{form}-{number}"
+                pending[pool.submit(bench.trial, FAULTS[fault], form, level, name)] = (fault, form, level, name)
+    try:
+        for done in as_completed(pending, seconds):
             fault, form, level, name = pending[done]
             outcome = done.result()
             outcomes[fault, form].append(outcome)
@@ -102,26 +135,43 @@ def run(
                 f"\r{made}/{total} trials, {made - len(failures)} survived, {time.monotonic() - start:.0f} s",
                 end="" if made < total else "\n", file=sys.stderr, flush=True,
             )  # fmt: skip
+    except TimeoutError:
+        print(f"\n{seconds:.0f} s are over.", file=sys.stderr)
+    finally:
+        bench.stop()
+        pool.shutdown(wait=False, cancel_futures=True)  # what has been found is written, whatever still hangs
     return outcomes, failures
 
 
 def main() -> None:
     parser = arguments(__doc__.split("\n")[0], "faults.jsonl")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: two GPUs, with NCCL")
     parser.add_argument("--trials", type=int, default=6, help="of each fault and form")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 4), help="trials at once")
+    parser.add_argument("--jobs", type=int, help="trials at once; by default by the number of CPUs")
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
+    parser.add_argument("--seconds", type=float, help="after which trials that have not ended are left out")
     parser.add_argument("--faults", nargs="*", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--forms", nargs="*", choices=FORMS, default=list(FORMS))
     args = parser.parse_args()
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the processes: their outputs are read where one fails
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # processes are forked, which CUDA does not survive
+    cpus = os.cpu_count() or 2
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        jobs = args.jobs or max(1, cpus - 4)
+    else:
+        os.environ.update(ON_GPUS)
+        jobs = args.jobs or max(1, cpus // 2)
+        if torch.cuda.device_count() < 2:
+            parser.error("--device cuda needs two GPUs.")
     mounts = may_mount()
-    megatron = ["benchmarks.cpu_for_cuda"] if "megatron" in args.forms else []
-    FORKING.set_forkserver_preload(["benchmarks.fault_kinds", "torch.distributed.fsdp", *megatron])
+    FORKING.set_forkserver_preload(to_import(args.device, args.forms))
+    again = {(fault, form) for fault in args.faults for form in args.forms}
+    earlier = lines(args.out) if args.out.exists() else []
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as place:
-        outcomes, failures = run(Path(place), args.faults, args.forms, args.trials, args.jobs, args.seed, mounts)
-    record = Record(args.out)
-    figures = [figure(fault, form, outcomes[fault, form]) for fault in args.faults for form in args.forms]
+        bench = Bench(Path(place), mounts, args.device)
+        outcomes, failures = run(bench, args.faults, args.forms, args.trials, jobs, args.seed, args.seconds)
+    record = Record(args.out, [line for line in earlier if (line.get("fault"), line.get("form")) not in again])
+    figures = [figure(*key, outcomes[key]) for key in product(args.faults, args.forms) if key in outcomes]
     for one in figures:
         disk = {"disk": "mounted" if mounts else "a limit on the size of files"} if one["fault"] == "disk_full" else {}
         record.add(**one, **disk)

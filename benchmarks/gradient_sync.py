@@ -1,6 +1,8 @@
 """Gradients averaged over all GPUs of a machine: FP8 beside all_reduce of FP32 and BF16 and NCCL's own sum of float8.
 
     python -m benchmarks.gradient_sync
+    NCCL_IB_DISABLE=1 python -m benchmarks.gradient_sync --machines 2 --out FILE        # four GPUs or more
+    python -m benchmarks.gradient_sync --machines 2 --mbit 400 --size 1024 --count 4 --buckets 1 --out FILE  # a CPU
 
 268 M gradients, as of 16 matrices of 4096 x 4096. A pass lets every process sleep on its GPU while the host queues the
 work (in training it runs ahead of the GPU, too), then for the others, and measures from there to the end; a round
@@ -11,6 +13,11 @@ sent as they fill. ``fp8, stored before`` is the same without quantization. ``nc
 blocks need a scale that all processes share (an all_reduce of their exponents) and room for the sum; its time here is
 that of the two collectives alone, without the kernels that it would need.
 
+With ``--machines`` the processes are on as many machines by ``NCCL_HOSTID``: NCCL uses the network between them,
+and training averages within each machine first. ``at once`` averages over all processes at once. ``--mbit`` makes two
+machines of network namespaces (see ``slow_network``), with gloo where there is no GPU; ``mb_between`` is what a machine
+then sends to the other, headers included. Without a GPU, times are the host's.
+
 Errors are relative to the mean in FP64 of the BF16 gradients, as Euclidean norms.
 """
 
@@ -19,7 +26,9 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -27,7 +36,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from benchmarks.processes import links, put_on_machine
 from benchmarks.record import Record, arguments
+from benchmarks.slow_network import ADDRESS, bytes_out, enter, two_machines
 from nemo_lowprec.comm import GradientReducer
 from nemo_lowprec.formats import E4M3
 from nemo_lowprec.formats.block_scale_128 import BLOCK, block_exponent, power
@@ -56,6 +67,7 @@ class Stored:
 
     Args:
         collectives: whether NCCL's collectives are used where GPUs reach each other's memory.
+        at_once: whether all processes average at once where there are several machines.
 
     Attributes:
         observers: the messages of all contestants are announced to them.
@@ -63,7 +75,9 @@ class Stored:
 
     observers = Observers()
 
-    def __init__(self, gradients: list[Tensor], bucket_bytes: int, collectives: bool = False) -> None:
+    def __init__(
+        self, gradients: list[Tensor], bucket_bytes: int, collectives: bool = False, at_once: bool = False
+    ) -> None:  # fmt: skip
         self.gradients = gradients
         # Of no size in memory: nothing reads the weights.
         self.params = [nn.Parameter(torch.zeros((), device=g.device).expand(g.shape)) for g in gradients]
@@ -76,6 +90,8 @@ class Stored:
         )
         if collectives:
             self.reducer._peer_memory = lambda *_: None  # type: ignore[method-assign]
+        if at_once:
+            self.reducer._machines = None
         self.prepare()
         self.backward()  # the first pass learns
 
@@ -121,6 +137,12 @@ def milliseconds(work: Callable[[], None], prepare: Callable[[], None], device: 
     """Of one pass, on the slowest process."""
     prepare()
     dist.barrier()
+    if device.type == "cpu":
+        begun = time.perf_counter()
+        work()
+        took = torch.tensor(1e3 * (time.perf_counter() - begun), dtype=torch.float32)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        return float(took)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     together = torch.zeros(1, device=device)
     torch.cuda.synchronize()
@@ -135,12 +157,21 @@ def milliseconds(work: Callable[[], None], prepare: Callable[[], None], device: 
     return float(worst)
 
 
-def run(rank: int, world: int, args: argparse.Namespace) -> None:
-    cuda = torch.cuda.is_available()
+def place(rank: int, world: int, args: argparse.Namespace, machines: list[int]) -> None:
+    """Put this process on its machine, of ``args.machines``; ``machines`` are those of ``two_machines``, if any."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(args.port))
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    machine = put_on_machine(rank, world, args.machines)
+    if machines:
+        os.environ["MASTER_ADDR"] = ADDRESS.format(1)
+        enter(machines[machine])
+
+
+def run(rank: int, world: int, args: argparse.Namespace, machines: list[int]) -> None:
+    cuda = torch.cuda.is_available()
+    place(rank, world, args, machines)
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
     if cuda:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world)
     record = Record(args.out) if rank == 0 else None
 
@@ -165,6 +196,10 @@ def run(rank: int, world: int, args: argparse.Namespace) -> None:
         for mib in args.buckets:
             stored[f"by collectives, buckets of {mib} MiB"] = Stored(gradients, mib * 2**20, collectives=True)
 
+    if args.machines > 1:
+        for mib in args.buckets:
+            stored[f"at once, buckets of {mib} MiB"] = Stored(gradients, mib * 2**20, at_once=True)
+
     mean = dist.ReduceOp.AVG if cuda else dist.ReduceOp.SUM
 
     def float8_sum() -> None:
@@ -186,23 +221,29 @@ def run(rank: int, world: int, args: argparse.Namespace) -> None:
         contestants[f"fp8, stored before, {name}"] = (nothing, one.reduce, None)
 
     times: dict[str, list[float]] = {name: [] for name in contestants}
-    if cuda:
-        for round_ in range(args.rounds + 3):
-            for name, (prepare, work, _) in contestants.items():
-                elapsed = milliseconds(work, prepare, device)
-                if round_ >= 3:
-                    times[name].append(elapsed)
+    for round_ in range(args.rounds + 3):
+        for name, (prepare, work, _) in contestants.items():
+            elapsed = milliseconds(work, prepare, device)
+            if round_ >= 3:
+                times[name].append(elapsed)
     for name, (prepare, work, result) in contestants.items():
         prepare()
+        dist.barrier()
+        before = bytes_out() if machines else 0
         with Traffic(observers=Stored.observers) as traffic:
             work()
         figures: dict[str, Any] = {"bytes_sent": sum(s.bytes for s in traffic.sent), "messages": len(traffic.sent)}
+        if machines:
+            dist.barrier()
+            figures["mb_between"] = round((bytes_out() - before) / 1e6, 3)
         if result is not None:
             figures["error"] = error(result(), want)
-        if cuda:
-            middle = statistics.median(times[name])
-            figures |= {"ms": middle, "ms_min": min(times[name]), "ms_max": max(times[name])}
-            figures["of_bf16"] = middle / statistics.median(times["bf16 all_reduce"])
+        middle = statistics.median(times[name])
+        figures |= {"ms": middle, "ms_min": min(times[name]), "ms_max": max(times[name])}
+        figures["of_bf16"] = middle / statistics.median(times["bf16 all_reduce"])
+        figures |= links(args.machines)
+        if args.mbit is not None:
+            figures["mbit"] = args.mbit
         if record is not None:
             record.add(benchmark="gradient_sync", contestant=name, gpus=world, elements=bytes_8.numel(), **figures)
     dist.destroy_process_group()
@@ -223,10 +264,17 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--buckets", type=int, nargs="+", default=[16, 32, 64], help="MiB")
+    parser.add_argument("--machines", type=int, default=1)
+    parser.add_argument("--processes", type=int, help="by default one a GPU, or two on each machine of a CPU")
+    parser.add_argument("--mbit", type=int, help="rate of a network between two machines; needs root")
     parser.add_argument("--port", type=int, default=29511)
     args = parser.parse_args()
-    world = torch.cuda.device_count() if torch.cuda.is_available() else 2
-    mp.spawn(run, (world, args), nprocs=world)
+    if args.mbit is not None and args.machines != 2:
+        parser.error("--mbit is for --machines 2")
+    world = args.processes or (torch.cuda.device_count() if torch.cuda.is_available() else 2 * args.machines)
+    with ExitStack() as stack:
+        machines = [] if args.mbit is None else stack.enter_context(two_machines(args.mbit))
+        mp.spawn(run, (world, args, machines), nprocs=world)
 
 
 if __name__ == "__main__":

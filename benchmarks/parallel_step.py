@@ -1,11 +1,16 @@
 """Whole training steps on several GPUs of a machine, Llama-8B-shaped: our levels and strategies beside Lightning's.
 
     python -m benchmarks.parallel_step
+    NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 python -m benchmarks.parallel_step --out FILE  # over sockets
+    NCCL_IB_DISABLE=1 python -m benchmarks.parallel_step --machines 2 --out FILE  # four GPUs or more
 
 All contestants train the same model (``benchmarks/llama.py``) with fused AdamW, one after the other in the same
 processes, one a GPU, on other batches each. A figure is the median over rounds of five steps, of the slowest process;
 tokens are those of all GPUs. ``of one GPU`` is the throughput beside that of as many single GPUs at the same level:
 the levels are first trained alone, on all GPUs at a time. A file of results that is there is continued.
+
+With ``--machines`` the GPUs are those of as many machines, between which NCCL goes through the network, and ``at once``
+averages FP8 gradients over all processes at once. NCCL's environment variables stand in each figure.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -28,9 +34,11 @@ import nemo_lowprec
 from benchmarks.fsdp2 import Float8Gathered, HalfGathered, Sharded
 from benchmarks.levels import HOPPER
 from benchmarks.llama import BATCH, SEQUENCE, Llama
+from benchmarks.processes import links, put_on_machine
 from benchmarks.record import Record, arguments, earlier
 from benchmarks.train_step import ROUND, Figures, under_trainer
 from nemo_lowprec import CHART
+from nemo_lowprec.comm.topology import Machines
 from nemo_lowprec.observers import NOBODY
 from nemo_lowprec.report.tensor_storage import format_of
 from nemo_lowprec.report.traffic import Traffic
@@ -74,6 +82,16 @@ def ours(level: str, **options: Any) -> Contestant:
     return train
 
 
+def at_once(train: Contestant) -> Contestant:
+    """``train`` with gradients that are averaged over the processes of all machines at once."""
+
+    def flat(rounds: int, processes: dict[str, Any]) -> Figures:
+        with patch.object(Machines, "of", lambda group: None):
+            return train(rounds, processes)
+
+    return flat
+
+
 def lightning(dtype: torch.dtype, **options: Any) -> Contestant:
     return lambda rounds, processes: under_trainer(rounds, dtype, **options, **processes)
 
@@ -95,7 +113,7 @@ def transformer_engine(rounds: int, processes: dict[str, Any]) -> Figures:
     return under_trainer(rounds, torch.bfloat16, plugins=plugin, **processes)
 
 
-def contestants() -> dict[str, tuple[str, Contestant]]:
+def contestants(machines: int = 1) -> dict[str, tuple[str, Contestant]]:
     """(strategy, contestant) by name; the strategy of those that bring one of their own is not read."""
     rivals = {
         "lightning TransformerEnginePrecision, bf16 weights, no masters, ddp": ("ddp", transformer_engine),
@@ -105,6 +123,9 @@ def contestants() -> dict[str, tuple[str, Contestant]]:
         "lightning FSDP2, FP32 shards gathered in bf16": ("", fsdp2(HalfGathered, torch.float32, "32-true")),
     }
     field = {f"{level}, {strategy}": (strategy, ours(level)) for strategy in STRATEGIES for level in HOPPER}
+    if machines > 1:
+        in_fp8 = [level for level in HOPPER if CHART[level].comm == "fp8"]
+        field |= {f"{level}, lowprec_ddp at once": ("lowprec_ddp", at_once(ours(level))) for level in in_fp8}
     with_fp8_params = ours("bf16_with_fp8_mixed", fp8_params=True)
     # Last, as it changes how torch compiles in this process.
     torchao = fsdp2(Float8Gathered, torch.float32, "32-true")
@@ -114,13 +135,16 @@ def contestants() -> dict[str, tuple[str, Contestant]]:
     }  # fmt: skip
 
 
-def work(rank: int, gpus: int, names: list[str], alone: bool, rounds: int, port: int, results: Any) -> None:
+def work(
+    rank: int, gpus: int, names: list[str], alone: bool, rounds: int, port: int, machines: int, results: Any
+) -> None:
     """One process: puts (name, error, seconds a step of the slowest process and peak GiB of the largest, bytes).
 
     The bytes are those that it sent in a step, by what sent them.
     """
     torch.cuda.set_device(rank)
     if not alone:
+        put_on_machine(rank, gpus, machines)
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": gpus, "LOCAL_WORLD_SIZE": gpus, "GROUP_RANK": 0}
         os.environ.update({key: str(value) for key, value in numbers.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="benchmark")
@@ -135,7 +159,7 @@ def work(rank: int, gpus: int, names: list[str], alone: bool, rounds: int, port:
             if alone:
                 found = ours(name)(rounds, {"devices": [rank], "callbacks": looks})
             else:
-                strategy, train = contestants()[name]
+                strategy, train = contestants(machines)[name]
                 processes = {"devices": gpus, "strategy": strategy, "use_distributed_sampler": False}
                 found = train(rounds, processes | {"callbacks": looks})
         except Exception as error:
@@ -151,13 +175,13 @@ def work(rank: int, gpus: int, names: list[str], alone: bool, rounds: int, port:
 
 
 def measured(
-    names: list[str], gpus: int, alone: bool, rounds: int, port: int
+    names: list[str], gpus: int, alone: bool, rounds: int, port: int, machines: int = 1
 ) -> Iterator[tuple[str, str | None, list[float], dict[str, int]]]:
     """What ``work`` puts, for every name; after an error the others go on in new processes."""
     left = list(names)
     while left:
         results = mp.get_context("spawn").Queue()
-        processes = mp.spawn(work, (gpus, left, alone, rounds, port, results), nprocs=gpus, join=False)
+        processes = mp.spawn(work, (gpus, left, alone, rounds, port, machines, results), nprocs=gpus, join=False)
         error = None
         while left and error is None:
             try:
@@ -179,12 +203,13 @@ def main() -> None:
     parser = arguments(__doc__.split("\n")[0], "parallel_step_h200.jsonl")
     parser.add_argument("--rounds", type=int, default=3, help=f"rounds of {ROUND} steps a contestant")
     parser.add_argument("--only", nargs="*", help="contestants whose name holds one of these")
+    parser.add_argument("--machines", type=int, default=1)
     parser.add_argument("--port", type=int, default=29512)
     args = parser.parse_args()
     gpus = torch.cuda.device_count()
     kept = [line for line in earlier(args.out, "parallel_step") if "error" not in line]
     figures = [line for line in kept if "name" in line]
-    chosen = [name for name in contestants() if not args.only or any(part in name for part in args.only)]
+    chosen = [name for name in contestants(args.machines) if not args.only or any(part in name for part in args.only)]
     chosen = [name for name in chosen if not any(f["name"] == name and f["gpus"] == gpus for f in figures)]
     alone = {f["level"]: f["tokens_per_s"] for f in figures if f["gpus"] == 1}
     levels = {name: name.rpartition(",")[0] for name in chosen}
@@ -204,6 +229,8 @@ def main() -> None:
         line |= {"ms_min": round(min(seconds) * 1e3, 2), "ms_max": round(max(seconds) * 1e3, 2)}
         if count > 1 and alone.get(level or ""):
             line["of_one_gpu"] = round(rate / (count * alone[level or ""]), 4)
+        if count > 1:
+            line |= links(args.machines)
         if sent:
             line |= {"bytes_sent": sum(sent.values()), "sent": sent}
         record.add(benchmark="parallel_step", name=name, level=level, gpus=count, **line)
@@ -211,7 +238,7 @@ def main() -> None:
 
     for name, *found in measured(baselines, gpus, True, args.rounds, args.port):
         alone[name] = note(name, name, 1, *found)
-    for name, *found in measured(chosen, gpus, False, args.rounds, args.port):
+    for name, *found in measured(chosen, gpus, False, args.rounds, args.port, args.machines):
         note(name, levels[name] if levels[name] in HOPPER else None, gpus, *found)
 
 

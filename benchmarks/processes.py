@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+from typing import Any
 
-__all__ = ["FORKING", "IMPORTED", "environment"]
+__all__ = ["FORKING", "IMPORTED", "environment", "links", "put_on_machine"]
 
 # Processes without a GPU are forked from one that has imported what takes seconds to import, and done nothing else.
 FORKING = multiprocessing.get_context("forkserver")
@@ -17,3 +19,18 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
     return {name: str(value) for name, value in numbers.items()} | place
+
+
+def put_on_machine(rank: int, world: int, machines: int) -> int:
+    """The machine of this process, of several that NCCL and ``nemo_lowprec`` take this machine for; 0 for one."""
+    machine = rank * machines // world
+    if machines > 1:
+        os.environ["NCCL_HOSTID"] = f"machine {machine}"
+    return machine
+
+
+def links(machines: int) -> dict[str, Any]:
+    """For a figure: the number of machines, where there are several, and NCCL's environment variables, where set."""
+    settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
+    settings.pop("NCCL_HOSTID", None)  # of this process alone
+    return ({"machines": machines} if machines > 1 else {}) | ({"nccl": settings} if settings else {})

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["RESULTS", "Record", "arguments", "earlier", "lines", "origins_of", "read"]
+__all__ = ["RESULTS", "Record", "arguments", "earlier", "lines", "origins_of", "read", "versions"]
 
 RESULTS = Path(__file__).parent / "results"
 _PACKAGES = (
     "torch", "lightning", "transformers", "transformer-engine", "torchao", "triton", "megatron-core", "timm",
-    "liger-kernel",
+    "liger-kernel", "accelerate", "nemo-run", "hydra-core",
 )  # fmt: skip
 
 
@@ -32,6 +32,11 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of the packages that figures depend on; None for those that are not installed."""
+    return {name: _version(name) for name in _PACKAGES}
 
 
 def _without_out(words: list[str]) -> list[str]:
@@ -65,7 +70,7 @@ class Record:
             gpus=gpus,
             cuda=torch.version.cuda,
             python=sys.version.split()[0],
-            versions={name: _version(name) for name in _PACKAGES},
+            versions=versions(),
         )
 
     def add(self, **figure: Any) -> None:

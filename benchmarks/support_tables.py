@@ -6,13 +6,14 @@ import re
 import tomllib
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 
-from benchmarks.record import RESULTS, read
+from benchmarks.record import RESULTS, lines, read
 from benchmarks.rst import block, rst_table, simple_table
 
-__all__ = ["gpu_tests", "ran_on", "subject_of", "versions"]
+__all__ = ["gpu_tests", "ran_on", "subject_of", "version_ends", "versions"]
 
 _ROOT = Path(__file__).parent.parent
 _OUTCOMES = ("passed", "failed", "skipped")
@@ -26,6 +27,7 @@ _SUBJECTS = {  # of tests/gpu, each with beginnings of the names of files; the f
     "Megatron-core, NeMo": ("megatron", "nemo"),
     "Monitor and commands": ("monitor", "profile", "plan", "doctor", "advise", "auto"),
 }
+_ENDS = ("torch", "lightning", "transformers", "megatron-core", "accelerate", "hydra-core", "nemo-run")
 _SHOWN = ("torch", "lightning", "transformers", "transformer-engine", "megatron-core", "timm")
 
 
@@ -66,6 +68,22 @@ def ran_on() -> str:
     kinds = sorted({gpu.rpartition("× ")[2] for gpu, *_ in rows if gpu != "a CPU"})
     said = f"Figures come from {len(kinds)} kinds of GPU: {' and '.join(kinds)}."
     return block(said, rst_table(("Machine", "CUDA", "Versions of most files", "Files of results"), rows))
+
+
+def version_ends() -> str:
+    """Outcomes of tests on a CPU with the oldest and the newest versions of the ranges."""
+    here: dict[str, Any] = {}
+    counts: dict[tuple[str, ...], Counter[str]] = {}
+    for line in lines(RESULTS / "version_ends.jsonl"):
+        if "command" in line:
+            here = line
+            continue
+        named = (here["python"], *(here["versions"][name].partition("+")[0] for name in _ENDS))
+        counts.setdefault(named, Counter()).update({outcome: line[outcome] for outcome in _OUTCOMES})
+    rows = [(*named, *(f"{found[of]:,}" for of in _OUTCOMES)) for named, found in counts.items()]
+    whole = sum(counts.values(), Counter[str]())
+    said = f"With {len(rows)} sets of versions {whole['passed']:,} tests passed on a CPU and {whole['failed']} failed."
+    return block(said, simple_table(("Python", *_ENDS, *_OUTCOMES), rows))
 
 
 def gpu_tests() -> str:

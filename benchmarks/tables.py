@@ -99,6 +99,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "msamp_refused": face_tables.msamp_refused,
     "aliases": face_tables.aliases,
     "versions": support_tables.versions,
+    "version_ends": support_tables.version_ends,
     "ran_on": support_tables.ran_on,
     "gpu_tests": support_tables.gpu_tests,
     **level_tables.LEVEL_TABLES,

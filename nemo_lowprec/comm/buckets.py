@@ -1,23 +1,23 @@
 """Buckets: gradients that one exchange averages, in one wire format.
 
-A bucket runs in three stages, so that kernels of one bucket run while another bucket's bytes travel: ``launch`` sends,
-``advance`` sums and starts the second exchange where there is one, ``complete`` stores the means. On a GPU each stage
-only queues work.
+A bucket runs in stages, so that kernels of one bucket run while another bucket's bytes travel: ``launch`` sends,
+``advance`` sums and starts the second exchange where there is one, ``complete`` stores the means. Where means are
+averaged again, by ``Replicas``, ``average`` comes in between. On a GPU each stage only queues work.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_lowprec.comm.exchange import CollectiveBuffers, ExchangeBuffers
+from nemo_lowprec.comm.exchange import ExchangeBuffers
+from nemo_lowprec.comm.replicas import Replicas
 from nemo_lowprec.comm.wire import Messages, Packer, Row, by_rows, mean_of_messages
-from nemo_lowprec.formats.block_scale_128 import BLOCK
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, local_shard
@@ -33,6 +33,8 @@ class Bucket(ABC):
         params: of one device, the same on every process.
         group: the processes.
     """
+
+    _replicas: Replicas | None = None  # averages the means again
 
     def __init__(self, params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
         self.params = list(params)
@@ -53,6 +55,12 @@ class Bucket(ABC):
         """Remove the mean of a parameter of which no process has a gradient."""
         param.grad = None
 
+    @property
+    def stages(self) -> tuple[Callable[[], None], ...]:
+        """What follows ``launch``: one stage whenever another bucket is sent, the rest after the last bucket."""
+        between = () if self._replicas is None else (self._replicas.average,)
+        return self.advance, *between, self.complete
+
     @abstractmethod
     def launch(self) -> None:
         """Send the gradients. All parameters have one."""
@@ -69,14 +77,28 @@ class Fp8Bucket(Bucket):
     """Gradients stored in FP8: all_to_all, sum in FP32, quantize, all_gather; about two bytes an element in all.
 
     One rounding each way, no patched NCCL, no exchange of amaxes and no headroom factor.
+
+    With ``across`` all_to_all and all_gather stay within a machine, and in between each process averages its mean with
+    its counterparts on the other machines. The mean is rounded twice, once on each level. For any number of processes a
+    machine sends and receives about 2 (machines - 1) / machines bytes an element.
+
+    Args:
+        group: the processes; with ``across`` those of this machine.
+        across: the counterparts of this process, one a machine; None to average over ``group`` alone.
+        observers: the messages between machines are announced to them.
     """
 
     buffers: ExchangeBuffers  # set before the first launch
 
-    def __init__(self, params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, params: Sequence[Tensor], group: dist.ProcessGroup | None, across: dist.ProcessGroup | None = None,
+        observers: Observers = NOBODY,
+    ) -> None:  # fmt: skip
         super().__init__(params, group)
         self.layout = Messages.in_turn([p.shape for p in params], self.world)
         self._packer = Packer(self.layout)
+        self._replicas = Replicas(self.layout, across, params[0].device, observers) if across is not None else None
+        self._mean: Tensor | None = None
 
     def _rows(self) -> list[Row]:
         rows = []
@@ -94,12 +116,19 @@ class Fp8Bucket(Bucket):
         self.buffers.exchange()
 
     def advance(self) -> None:
-        mean_of_messages(
-            self.buffers.received(), self.layout, self.buffers.mean(), self.buffers.own(), self.buffers.observers
-        )
-        self.buffers.gather()
+        self._mean = self.buffers.mean()
+        mean_of_messages(self.buffers.received(), self.layout, self._mean, self.buffers.own(), self.buffers.observers)
+        if self._replicas is not None:
+            self._replicas.launch(self._mean)
+        else:
+            self.buffers.gather()
 
     def complete(self) -> None:
+        if self._replicas is not None:
+            assert self._mean is not None
+            self._replicas.complete(self._mean)
+            self.buffers.gather()
+        self._mean = None
         self._packer.unpack(self.buffers.gathered(), self._rows())
         for param in self.params:
             param.grad.written_()  # type: ignore[union-attr]
@@ -126,7 +155,7 @@ class Fp8ShardBucket(Bucket):
         self._rows = [-(-p.shape[0] // self.world) for p in params]
         self.layout, own = by_rows([p.shape for p in params], self.world, dist.get_rank(group))
         self._packer, self._unpacker = Packer(self.layout), Packer(own)
-        self._replicas = _Replicas(own, replicas, params[0].device, observers) if replicas is not None else None
+        self._replicas = Replicas(own, replicas, params[0].device, observers) if replicas is not None else None
         self._mean: Tensor | None = None
         self._new: set[int] = set()
 
@@ -164,7 +193,7 @@ class Fp8ShardBucket(Bucket):
     def complete(self) -> None:
         assert self._mean is not None
         if self._replicas is not None:
-            self._mean = self._replicas.complete()
+            self._replicas.complete(self._mean)
         shards = [self._shards[id(p)] for p in self.params]
         means = [GradientTensor.empty(local_shard(shard)) for shard in shards]
         rows = [(m.data_blocks, m.exponent, m.nonfinite) for m in means if m.numel()]
@@ -177,36 +206,6 @@ class Fp8ShardBucket(Bucket):
                 shard.grad = as_dtensor_like(mean, shard)
             else:
                 local_shard(shard.grad).accumulate_(mean.dequantize())
-
-
-class _Replicas:
-    """Averages a message over processes that hold the same shards, by an all-reduce of its blocks in FP8."""
-
-    def __init__(self, message: Messages, group: dist.ProcessGroup, device: torch.device, observers: Observers) -> None:
-        self._message = message
-        blocks = torch.Size((message.chunk, BLOCK))
-        self._layout = Messages.in_turn([blocks], dist.get_world_size(group))
-        self._packer = Packer(self._layout)
-        self._buffers = CollectiveBuffers(self._layout, group, device, observers)
-        self._nonfinite = torch.zeros(1, device=device, dtype=torch.float32)
-
-    def _row(self, message: Tensor) -> Row:
-        data, exponent = self._message.parts(message.view(1, -1))
-        return data[0].view(torch.float8_e4m3fn), exponent[0].view(-1, 1), self._nonfinite
-
-    def launch(self, mean: Tensor) -> None:
-        self._packer.pack([self._row(mean)], self._buffers.messages())
-        self._buffers.exchange()
-
-    def complete(self) -> Tensor:
-        mean_of_messages(
-            self._buffers.received(), self._layout, self._buffers.mean(), observers=self._buffers.observers
-        )
-        self._buffers.gather()
-        gathered = self._buffers.gathered()
-        averaged = gathered.new_empty(self._message.bytes)
-        self._packer.unpack(gathered, [self._row(averaged)])
-        return averaged
 
 
 class PlainBucket(Bucket):

@@ -9,9 +9,9 @@ slower, and concurrent copies take more time in all (measured between four H200s
 from __future__ import annotations
 
 import importlib
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_lowprec.comm.agree import by_rank
+from nemo_lowprec.comm.topology import machines_by_rank
 from nemo_lowprec.comm.wire import Messages
-from nemo_lowprec.compat.distributed import timeout_on_gpu
+from nemo_lowprec.compat.distributed import timeout_of
 from nemo_lowprec.observers import NOBODY, Observers
 
 _SENT, _RECEIVED, _GATHERED = 2, 4, 3  # slots for each, see PeerMemory
+# A barrier that gives up ends the process's CUDA context. NCCL's watchdog comes before that, and names its collective.
+_AFTER_WATCHDOG = timedelta(seconds=10)
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
 
@@ -106,7 +108,9 @@ class PeerMemory:
     A process that writes into another's slot knows that the slot's earlier bucket was read:
 
     - Bucket k is sent after k-2 was summed here. So all have packed k-2, and before that have summed k-4.
-    - The mean of k is sent after all have packed k, and before that have stored k-3.
+    - The mean of k is sent after all have packed k, and before that have stored k-3. In ``Fp8Bucket.complete``, where
+      machines have averaged it first, it is sent after k-1 was stored here. So all have sent k-1, and before that have
+      stored k-2.
     - Between two backward passes all have summed all: the mean of the last bucket was sent. Where no means are sent,
       an all_reduce comes last (``GradientReducer.finish``).
 
@@ -121,7 +125,7 @@ class PeerMemory:
     def __init__(self, capacity: int, group: dist.ProcessGroup | None, device: torch.device, shared: Tensor) -> None:
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.capacity, self.device = capacity, device
-        self._timeout = int(timeout_on_gpu(group).total_seconds() * 1000)
+        self._timeout = int((timeout_of(group, device) + _AFTER_WATCHDOG).total_seconds() * 1000)
         # A high priority: a barrier that waits behind other kernels holds up all processes. Between two GPUs copies go
         # on during a barrier. Between more GPUs they wait, so that each GPU has one source and one target at a time.
         self.copies = torch.cuda.Stream(device, priority=-2)
@@ -144,7 +148,7 @@ class PeerMemory:
         return (_SENT + _RECEIVED + _GATHERED) * world * capacity
 
     def barrier(self) -> None:
-        """Wait on the current stream until all processes are here; an error after the group's timeout."""
+        """Wait on the current stream until all processes are here; an error soon after the group's timeout."""
         self._handle.barrier(timeout_ms=self._timeout)
 
     @classmethod
@@ -153,7 +157,7 @@ class PeerMemory:
         world = dist.get_world_size(group)
         if dist.get_backend(group) != "nccl" or not 1 < world <= torch.cuda.device_count():
             return None
-        if len(set(by_rank(socket.gethostname(), group))) > 1:
+        if len(set(machines_by_rank(group))) > 1:
             return None
         # The processes compare notes after each step: in the next step, a process would wait for one that has failed.
         size = (_RECEIVED + _GATHERED) * world * capacity

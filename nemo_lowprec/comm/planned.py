@@ -34,8 +34,7 @@ class PlannedBucket:
 
     params: tuple[Tensor, ...]  # the parameters of these gradients
     messages: tuple[Message, ...]  # the collectives that average the gradients
-    launched: int  # bytes of buffers between sending and summing
-    advanced: int  # bytes of buffers between summing and storing the means
+    held: tuple[int, ...]  # bytes of buffers after sending, and after each of the bucket's stages but the last
     capacity: int = 0  # bytes of the largest message between two processes; 0 where peers exchange none
 
 
@@ -46,6 +45,7 @@ def plan_buckets(
     bucket_bytes: int | None = None,
     onto_shards: bool = False,
     replicas: int = 1,
+    machines: int = 1,
     peers: bool = False,
 ) -> list[PlannedBucket]:
     """The buckets of a ``GradientReducer`` with these arguments.
@@ -57,6 +57,8 @@ def plan_buckets(
         bucket_bytes: size of a bucket on the wire; None for the default.
         onto_shards: whether gradients, all in FP8, are reduced onto shards (``Fp8ShardBucket``).
         replicas: with ``onto_shards``, number of copies of the model, whose shards are averaged.
+        machines: without ``onto_shards``, number of machines whose means are averaged (see ``Machines``); 1 where all
+            processes average at once.
         peers: whether processes exchange messages through ``PeerMemory``.
     """
     planned = []
@@ -66,7 +68,7 @@ def plan_buckets(
         elif onto_shards:
             planned.append(_onto_shards(members, world, replicas, peers))
         else:
-            planned.append(_in_fp8(members, world, peers))
+            planned.append(_in_fp8(members, world // machines, machines, peers))
     return planned
 
 
@@ -74,30 +76,39 @@ def _plain(params: Sequence[Tensor], dtype: torch.dtype, world: int) -> PlannedB
     """The plan of a ``PlainBucket``."""
     copied = sum(p.numel() for p in params if p.numel() < IN_PLACE) * dtype.itemsize
     size = sum(p.numel() for p in params) * dtype.itemsize
-    return PlannedBucket(tuple(params), (Message("all_reduce", dtype, size, world),), copied, copied)
+    return PlannedBucket(tuple(params), (Message("all_reduce", dtype, size, world),), (copied, copied))
 
 
-def _in_fp8(params: Sequence[Tensor], world: int, peers: bool) -> PlannedBucket:
-    """The plan of an ``Fp8Bucket``: buffers of sent and received messages; then of the mean and the gathered means."""
-    one = Messages.in_turn([p.shape for p in params], world).bytes
-    messages = _all_to_all(one, world), _all_gather(one, world)
-    if peers:
-        return PlannedBucket(tuple(params), messages, 0, 0, one)
-    return PlannedBucket(tuple(params), messages, 2 * world * one, (world + 1) * one)
+def _in_fp8(params: Sequence[Tensor], within: int, machines: int, peers: bool) -> PlannedBucket:
+    """The plan of an ``Fp8Bucket``: sent and received messages; then the mean, and the gathered means.
+
+    Of several machines, the messages between them stand beside the mean, before its gathering.
+    """
+    layout = Messages.in_turn([p.shape for p in params], within)
+    one = layout.bytes
+    again, between = _again(layout, machines)
+    messages = _all_to_all(one, within), *again, _all_gather(one, within)
+    sent, mean, gathered = (0, 0, 0) if peers else (2 * within * one, one, within * one)
+    after = tuple(mean + b for b in between) if machines > 1 else (mean + gathered,)
+    return PlannedBucket(tuple(params), messages, (sent, *after), one if peers else 0)
 
 
 def _onto_shards(params: Sequence[Tensor], world: int, replicas: int, peers: bool) -> PlannedBucket:
     """The plan of an ``Fp8ShardBucket``: sent and received messages; then the mean, and with replicas its messages."""
     layout, own = by_rows([p.shape for p in params], world, 0)
-    one, again = layout.bytes, 0
-    messages = [_all_to_all(one, world)]
-    if replicas > 1:
-        again = Messages.in_turn([torch.Size((own.chunk, BLOCK))], replicas).bytes
-        messages += [_all_to_all(again, replicas), _all_gather(again, replicas)]
-    advanced = 2 * replicas * again
-    if peers:
-        return PlannedBucket(tuple(params), tuple(messages), 0, advanced, one)
-    return PlannedBucket(tuple(params), tuple(messages), 2 * world * one, one + advanced)
+    one = layout.bytes
+    again, between = _again(own, replicas)
+    sent, mean = (0, 0) if peers else (2 * world * one, one)
+    after = tuple(mean + b for b in between or (0,))
+    return PlannedBucket(tuple(params), (_all_to_all(one, world), *again), (sent, *after), one if peers else 0)
+
+
+def _again(message: Messages, replicas: int) -> tuple[tuple[Message, ...], tuple[int, ...]]:
+    """The messages of ``Replicas``, and the bytes of its buffers after sending and after averaging; none for one."""
+    if replicas == 1:
+        return (), ()
+    one = Messages.in_turn([torch.Size((message.chunk, BLOCK))], replicas).bytes
+    return (_all_to_all(one, replicas), _all_gather(one, replicas)), (2 * replicas * one, (replicas + 1) * one)
 
 
 def _all_to_all(one: int, world: int) -> Message:
@@ -113,21 +124,31 @@ def buffer_bytes(
 ) -> int:
     """The peak bytes of the buffers of these buckets, ``PeerMemory`` included.
 
-    While a bucket is sent, the bucket before waits to be summed, and the bucket before that to be stored.
+    While a bucket is sent, each bucket before it waits for its next stage.
 
     Args:
+        world: number of processes that exchange messages through ``PeerMemory``.
         beside: bytes of other buffers while the bucket of this index is sent; for None, the peak at other times.
     """
-    most = 0
-    for i, bucket in enumerate(buckets):
-        before = buckets[i - 1] if i > 0 else None
-        stored = buckets[i - 2].advanced if i > 1 else 0
-        sending = bucket.launched + (before.launched if before else 0) + stored
-        then = bucket.launched + (before.advanced if before else 0) if i + 1 < len(buckets) else 0
-        most = max(most, sending + beside(i), then + beside(None))
-    return most + peer_bytes(buckets, world)
+
+    deepest = max((len(b.held) for b in buckets), default=0)
+
+    def held(sent: int, more: int) -> int:
+        """Bytes when bucket ``sent`` is sent, and ``more`` (0 or 1) stages of the buckets before have run."""
+        before = buckets[max(sent - deepest, 0) : sent][::-1]
+        return buckets[sent].held[0] + sum(sum(b.held[i + more : i + more + 1]) for i, b in enumerate(before))
+
+    peak = 0
+    for i in range(len(buckets)):
+        then = held(i, 1) if i + 1 < len(buckets) else 0
+        peak = max(peak, held(i, 0) + beside(i), then + beside(None))
+    return peak + peer_bytes(buckets, world)
 
 
 def peer_bytes(buckets: Sequence[PlannedBucket], world: int) -> int:
-    """Bytes of ``PeerMemory``, allocated at the first exchange and kept; 0 without buckets."""
+    """Bytes of ``PeerMemory``, allocated at the first exchange and kept; 0 without buckets.
+
+    Args:
+        world: number of processes that exchange messages through ``PeerMemory``.
+    """
     return PeerMemory.bytes_for(max((b.capacity for b in buckets), default=0), world)

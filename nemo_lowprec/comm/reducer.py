@@ -17,6 +17,7 @@ from torch import Tensor
 from nemo_lowprec.comm.bucketing import BUCKET_BYTES, cut_into_buckets
 from nemo_lowprec.comm.buckets import Bucket, Fp8Bucket, Fp8ShardBucket, PlainBucket
 from nemo_lowprec.comm.exchange import CollectiveBuffers, PeerBuffers, PeerMemory
+from nemo_lowprec.comm.topology import Machines
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors.weak_hooks import weakly
 
@@ -28,13 +29,16 @@ class GradientReducer:
     buckets before it, are computed: so every process sends in the same order. A missing gradient counts as zero where
     another process has a gradient of the parameter; a parameter without a gradient on any process keeps none.
 
+    FP8 gradients of several machines with several processes each are averaged within each machine and then between
+    machines (see ``Machines``).
+
     The first backward pass sends all buckets at its end, and counts how often each gradient is added to: several times
     where reentrant activation checkpointing recomputes a layer that is used more than once. With ``shards`` buckets are
     sent as soon as possible in every pass, since the gradients of the whole model would not fit into memory.
 
     Args:
         params: the parameters, in the same order on every process. Frozen parameters are left out at ``begin``.
-        group: the processes; None for all.
+        group: the processes, all of which make the reducer at this point; None for all.
         wire: dtype of a parameter's gradient on the wire, ``float8_e4m3fn`` for a gradient that is stored in FP8.
         bucket_bytes: size of a bucket on the wire.
         shards: makes the bucket of FP8 gradients that are reduced onto shards; None to average in place.
@@ -58,7 +62,10 @@ class GradientReducer:
         self._params = list({id(p): p for p in params}.values())
         self._wire = wire
         self._bucket_bytes = bucket_bytes or BUCKET_BYTES
+        in_place = shards is None and any(wire(p) == torch.float8_e4m3fn for p in self._params)
+        self._machines = Machines.of(group) if in_place else None
         self._buckets: list[Bucket] = []
+        self._most_stages = 0
         self._built_for: list[tuple[int, torch.device]] = []
         self._bucket_of: dict[int, int] = {}
         self._hooks = ExitStack()
@@ -100,9 +107,8 @@ class GradientReducer:
         # With shards this comes last: it tells that all processes have read their ``PeerMemory``.
         there = self._ask_who_has() if self._shards is None else None
         with self._on_side_stream():
-            self._buckets[-1].advance()
-            for bucket in self._buckets[-2:]:
-                bucket.complete()
+            for more in range(self._most_stages):
+                self._advance(len(self._buckets) + more)
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         self._forget_unused(*(there or self._ask_who_has()))
@@ -139,7 +145,8 @@ class GradientReducer:
             if wire != torch.float8_e4m3fn:
                 self._buckets.append(PlainBucket(params, self.group, wire, self.observers))
             else:
-                self._buckets.append(Fp8Bucket(params, self.group) if self._shards is None else self._shards(params))
+                self._buckets.append(self._in_place(params) if self._shards is None else self._shards(params))
+        self._most_stages = max((len(b.stages) for b in self._buckets), default=0)
         self._give_buffers()
         self._bucket_of = {id(p): i for i, b in enumerate(self._buckets) for p in b.params}
         for param in trained:
@@ -147,6 +154,11 @@ class GradientReducer:
         if trained and trained[0].is_cuda:
             # With high priority: the messages' kernels would otherwise wait behind those of backward.
             self._stream = torch.cuda.Stream(trained[0].device, priority=-1)
+
+    def _in_place(self, params: list[Tensor]) -> Fp8Bucket:
+        if (machines := self._machines) is None:
+            return Fp8Bucket(params, self.group)
+        return Fp8Bucket(params, machines.within, machines.across, self.observers)
 
     def _give_buffers(self) -> None:
         buckets = [b for b in self._buckets if isinstance(b, Fp8Bucket | Fp8ShardBucket)]
@@ -189,7 +201,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _launch(self) -> None:
-        """Send the next bucket, sum the bucket before it, and store the bucket before that."""
+        """Send the next bucket, and go on with those before it."""
         index, self._launched = self._launched, self._launched + 1
         bucket = self._buckets[index]
         for param in bucket.params:
@@ -197,10 +209,14 @@ class GradientReducer:
                 self._made.append(param)
         with self._on_side_stream(after_current=True):
             bucket.launch()
-            if index > 0:
-                self._buckets[index - 1].advance()
-            if index > 1:
-                self._buckets[index - 2].complete()
+            self._advance(index)
+
+    def _advance(self, index: int) -> None:
+        """Run the next stage of each bucket before ``index``, which counts on after the last bucket is sent."""
+        for age, at in enumerate(range(index - 1, max(index - 1 - self._most_stages, -1), -1)):
+            stages = self._buckets[at].stages if at < len(self._buckets) else ()
+            if age < len(stages):
+                stages[age]()
 
     def _on_side_stream(self, after_current: bool = False) -> Any:
         if self._stream is None:

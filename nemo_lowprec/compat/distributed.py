@@ -20,10 +20,16 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def timeout_on_gpu(group: dist.ProcessGroup | None) -> datetime.timedelta:
-    """How long collectives of GPUs in ``group`` wait."""
-    timeout: datetime.timedelta = (group or dist.group.WORLD)._get_backend(torch.device("cuda")).options._timeout  # type: ignore[union-attr]
+def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> datetime.timedelta:
+    """How long collectives of ``group`` wait for tensors on ``device``."""
+    timeout: datetime.timedelta = (group or dist.group.WORLD)._get_backend(device).options._timeout  # type: ignore[union-attr]
     return timeout
+
+
+def set_timeout(groups: Iterable[dist.ProcessGroup], timeout: datetime.timedelta) -> None:
+    """Make the next collectives of ``groups`` wait for ``timeout``."""
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 # DataParallel and DistributedDataParallel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from nemo_lowprec.arguments import AtLeast1, check_value
@@ -85,21 +86,26 @@ class ParallelLayout:
             fields["deallocate_pipeline_outputs"] = True  # the next stage has received the outputs
         return fields
 
-    def initialize(self) -> None:
-        """Make Megatron-core's process groups over torch's default group; groups of other sizes are destroyed."""
+    def initialize(self, timeout: timedelta | None = None) -> None:
+        """Make Megatron-core's process groups over torch's default group; other groups are destroyed.
+
+        Args:
+            timeout: of the groups' collectives; None for Megatron-core's default.
+        """
         from megatron.core import parallel_state
 
         global _groups_of
         sizes = self.sizes()
         if parallel_state.model_parallel_is_initialized():
-            if _groups_of == sizes:
+            if _groups_of == (sizes, timeout):
                 return
             if "transformer_engine" in sys.modules:
                 # Transformer Engine would go on reducing the amaxes of earlier models over the destroyed groups.
                 importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager.reset()
             parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(**sizes)
-        _groups_of = sizes
+        waits = {} if timeout is None else {"distributed_timeout_minutes": timeout.total_seconds() / 60}
+        parallel_state.initialize_model_parallel(**sizes, **waits)
+        _groups_of = sizes, timeout
 
 
-_groups_of: dict[str, Any] | None = None  # the sizes for which this process's groups were made
+_groups_of: tuple[dict[str, Any], timedelta | None] | None = None  # the sizes and the timeout of this process's groups

@@ -126,7 +126,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         self.layout.check_world(self.num_nodes * self.num_processes)
         super().setup_environment()
         check_device(self.precision_plugin.level)  # type: ignore[attr-defined]
-        self.layout.initialize()
+        self.layout.initialize(self._timeout)
 
     def agreement(self) -> dict[str, Any]:
         """Settings that must be the same on all processes."""

@@ -25,6 +25,7 @@ from nemo_lowprec.checkpoint.partial_gradients import partial_gradients
 from nemo_lowprec.checkpoint.sharded_folder import begin_sharded, in_full, is_folder, read_folder, restore
 from nemo_lowprec.checkpoint.writing import remove
 from nemo_lowprec.comm import check_same, raise_together
+from nemo_lowprec.compat.distributed import set_timeout
 from nemo_lowprec.compat.lightning import materialize, optimizers_to_device, trainer_of
 from nemo_lowprec.engine import mixed_precision_policy
 from nemo_lowprec.plugins.agreement import meet_at_start
@@ -134,6 +135,8 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         if own is not None:
             self._take_over(self.model)
         mesh = own or self._mesh()
+        if self._timeout is not None:  # a mesh makes groups with torch's default
+            set_timeout((group for group in mesh.get_all_groups() if group is not dist.group.WORLD), self._timeout)
         plugin.engine.sharding = sharding_over(mesh, self._reshard)
         problem: ValueError | None
         try:

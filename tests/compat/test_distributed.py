@@ -1,6 +1,7 @@
 """DistributedDataParallel, FSDP2, DTensor and process groups, on two processes."""
 
 import copy
+from datetime import timedelta
 
 import pytest
 import torch
@@ -80,8 +81,15 @@ def test_the_timeout_of_a_group_on_gpus(tmp_path):
     assert on_processes(1, tmp_path, _timeout, backend="nccl") == [True]
 
 
+def test_the_timeout_of_a_group_on_the_cpu(tmp_path):
+    assert on_processes(1, tmp_path, _timeout) == [True]
+
+
 def _timeout(rank):
-    assert compat.timeout_on_gpu(None).total_seconds() == SECONDS
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    assert compat.timeout_of(None, device).total_seconds() == SECONDS
+    compat.set_timeout([dist.group.WORLD], timedelta(seconds=77))
+    assert compat.timeout_of(None, device).total_seconds() == 77
     return True
 
 

@@ -19,7 +19,8 @@ def test_buckets_are_reduced_by_groups_of_this_class():
 
 
 def test_writers_report_through_a_queue_of_this_process():
-    make = filesystem_async._get_write_results_queue
+    make = getattr(filesystem_async, "get_write_results_queue", None)  # since 0.19
+    make = make or filesystem_async._get_write_results_queue
     with megatron.written_by_this_process():
         queue = make()
         queue.put("written")

@@ -1,8 +1,11 @@
 """Parallel sizes, Megatron-core's groups of them, and the part of a sequence that a process has."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 
+from nemo_lowprec.compat.distributed import timeout_of
 from nemo_lowprec.megatron import ParallelLayout
 from nemo_lowprec.megatron.context import over_context, part_of_sequence, zigzag
 from tests.processes import on_processes
@@ -98,7 +101,7 @@ def job(rank):
     from megatron.core import parallel_state
 
     batch = {"input_ids": torch.arange(16).view(2, 8), "labels": torch.arange(16).view(2, 8) + 1}
-    found = {"whole": None, "sizes": [], "kept": [], "counts": []}
+    found = {"whole": None, "sizes": [], "kept": [], "counts": [], "timeouts": []}
     for layout in (ParallelLayout(), ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout(context=2)):
         layout.initialize()
         found["sizes"].append(ranks())
@@ -107,13 +110,19 @@ def job(rank):
         found["kept"].append(parallel_state.get_model_parallel_group() is group)
         found["whole"] = found["whole"] or part_of_sequence(batch)
         found["counts"].append(int(over_context(torch.tensor(rank + 1))))
-    return {**found, "part": part_of_sequence(batch)}
+    part = part_of_sequence(batch)
+    for timeout in (timedelta(seconds=77), timedelta(seconds=78)):
+        layout.initialize(timeout)
+        groups = parallel_state.get_data_parallel_group(), parallel_state.get_context_parallel_group()
+        found["timeouts"] += [timeout_of(group, torch.device("cpu")).total_seconds() for group in groups]
+    return {**found, "part": part}
 
 
 def test_groups_are_made_once_for_each_size(tmp_path):
     for rank, found in enumerate(on_processes(2, tmp_path, job)):
         assert found["sizes"] == [[1, 1, 1, 2], [2, 1, 1, 1], [1, 2, 1, 1], [1, 1, 2, 1]]
         assert found["kept"] == [True] * 4
+        assert found["timeouts"] == [77, 77, 78, 78]
         assert found["counts"] == [rank + 1] * 3 + [3]
         assert found["whole"]["input_ids"].tolist() == [list(range(8)), list(range(8, 16))]
         first = [[0, 1, 6, 7], [2, 3, 4, 5]][rank]

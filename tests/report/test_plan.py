@@ -2,6 +2,7 @@
 
 import gc
 import io
+import os
 
 import lightning.pytorch as pl
 import pytest
@@ -157,6 +158,16 @@ def test_other_kinds_of_modules_too(two, case, name):
     assert_planned(planned(case, name, 2, Various), [r[f"various {case} {name}"] for r in two])
 
 
+def on_machines(rank):
+    os.environ["NCCL_HOSTID"] = str(rank // 2)
+    return run("msamp_o2", "lowprec_ddp", 4)
+
+
+def test_two_processes_on_each_of_two_machines(tmp_path):
+    got = plan_training(Llama(), plugin("msamp_o2"), 2, 2, "lowprec_ddp", accelerator="cpu")
+    assert_planned(got, on_processes(4, tmp_path, on_machines))
+
+
 @pytest.mark.parametrize("case", ["fp16_amp", "msamp_o3", "fp16_mixed", "bf16_with_fp8_mixed+fp8_params"])
 def test_one_process(case):
     assert_planned(plan_training(Llama(), plugin(case), accelerator="cpu"), [run(case, "auto", 1)])
@@ -292,8 +303,8 @@ def test_padding_of_shards_is_told():
 
 def test_peers_of_one_machine_have_memory_of_their_own():
     one = plan_training(Llama(), plugin("msamp_o2"), 1, 8, "lowprec_ddp").column("Communication buffers").bytes
-    two = plan_training(Llama(), plugin("msamp_o2"), 2, 4, "lowprec_ddp").column("Communication buffers").bytes
-    assert one > two > 0  # nine messages to everyone against at most five
+    eight = plan_training(Llama(), plugin("msamp_o2"), 8, 1, "lowprec_ddp").column("Communication buffers").bytes
+    assert one > eight > 0  # nine messages to everyone against at most five
 
 
 def printed(got):

@@ -1,6 +1,5 @@
 """Signals to processes that train together: all end within seconds, or requeue, and leave whole checkpoints."""
 
-import os
 import signal
 import tempfile
 import time
@@ -11,6 +10,7 @@ import torch
 
 from benchmarks import fault_job
 from benchmarks.fault_callbacks import Killer
+from benchmarks.fault_slurm import Slurm
 from nemo_lowprec.checkpoint.sharded_folder import is_folder
 from tests.processes import FORKING, environment, free_port
 from tests.support import assert_same
@@ -102,26 +102,9 @@ def test_levels_whose_gradients_others_average(tmp_path, level):
 
 @pytest.mark.parametrize("strategy", ["ddp", "async"])
 def test_slurms_signal_saves_between_two_steps_and_training_goes_on(tmp_path, whole, strategy):
-    folder, script = tmp_path / "run", tmp_path / "bin" / "scontrol"
-    script.parent.mkdir()
-    script.write_text(f"#!/bin/sh\necho $* >> {tmp_path}/asked\n")
-    script.chmod(0o755)
-
-    def env(rank):
-        ids = {
-            "PROCID": rank,
-            "LOCALID": rank,
-            "NODEID": 0,
-            "NTASKS": 2,
-            "NTASKS_PER_NODE": 2,
-            "JOB_ID": 7,
-            "JOB_NAME": "run",
-        }
-        path = {"PATH": f"{script.parent}:{os.environ['PATH']}"}
-        return path | {f"SLURM_{name}": str(value) for name, value in ids.items()}
-
-    assert_ended(*start(folder, strategy, ("forward", "reduction"), 3, signal.SIGUSR1, env=env))
+    folder, slurm = tmp_path / "run", Slurm(tmp_path)
+    assert_ended(*start(folder, strategy, ("forward", "reduction"), 3, signal.SIGUSR1, env=slurm.environment))
     (saved,) = (tmp_path / "requeued").iterdir()
     assert saved.name == "hpc_ckpt_1.ckpt" and fault_job.opened(saved)["global_step"] == 4
-    assert (tmp_path / "asked").read_text() == "requeue 7\n"
+    assert slurm.asked.read_text() == "requeue 7\n"
     assert_same(torch.load(folder / "end.pt", weights_only=True), whole["sharded" if strategy in SHARDED else "ddp"])

@@ -115,6 +115,11 @@ class Layout:
         """Copies of the model."""
         return self.world // self.shards
 
+    @property
+    def averaged_machines(self) -> int:
+        """Machines that average gradients in FP8 each by itself first (see ``Machines``); 1 where none does."""
+        return self.nodes if self.gpus > 1 else 1
+
     def peers(self, size: int) -> bool:
         """Whether groups of ``size`` processes copy messages between their memories (see ``PeerMemory``)."""
         on_one_node = size <= self.gpus and self.gpus % size == 0

@@ -83,11 +83,14 @@ def _averaging(trained: list[nn.Parameter], engine: Engine, layout: Layout) -> t
             messages.append(Message("all_reduce", dtype, size, layout.world))
     elif layout.world > 1:
         engine.columns.comm.check_averaging()
+        machines = layout.averaged_machines
+        within = layout.world // machines
         buckets = plan_buckets(
-            trained, engine.columns.comm.wire, layout.world, layout.bucket_bytes, peers=layout.peers(layout.world)
-        )
+            trained, engine.columns.comm.wire, layout.world, layout.bucket_bytes,
+            machines=machines, peers=layout.peers(within),
+        )  # fmt: skip
         messages = [m for bucket in buckets for m in bucket.messages]
         largest = max(messages, key=lambda m: m.bytes)
-        held.add_bytes("all", largest.dtype, buffer_bytes(buckets, layout.world))
-        peers = peer_bytes(buckets, layout.world)
+        held.add_bytes("all", largest.dtype, buffer_bytes(buckets, within))
+        peers = peer_bytes(buckets, within)
     return messages, held, peers

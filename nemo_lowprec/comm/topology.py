@@ -1,0 +1,67 @@
+"""Which processes share a machine, and the process groups by which gradients are averaged within and between machines.
+
+Machines are told apart by their hostnames, or by the environment variable ``NCCL_HOSTID``, by which NCCL tells them
+apart, too: set to other values on some processes of one machine, it makes several machines of it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from nemo_lowprec.comm.agree import by_rank
+from nemo_lowprec.compat.distributed import timeout_of
+
+
+def machines_by_rank(group: dist.ProcessGroup | None) -> list[str]:
+    """The name of each process's machine, in the order of ranks; called on all processes of ``group``."""
+    return by_rank(os.environ.get("NCCL_HOSTID") or socket.gethostname(), group)
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Groups of a process, where several machines have the same number of processes each, and more than one."""
+
+    within: dist.ProcessGroup  # the processes of this machine, in the order of ranks
+    across: dist.ProcessGroup  # the processes that have this process's place on their machines, one a machine
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Machines | None:
+        """The groups of this process; None, on all processes alike, where averaging in two levels saves nothing.
+
+        It saves nothing with one machine or with one process a machine. Nor are there groups where machines have
+        different numbers of processes, for a ``group`` without some processes of the job, or for other backends than
+        NCCL and gloo. The groups are made once for each ``group``, by all processes of the job.
+        """
+        device = _DEVICES.get(dist.get_backend(group))
+        if device is None or dist.get_world_size(group) < max(dist.get_world_size(), 4):
+            return None
+        key = group or dist.group.WORLD
+        assert key is not None
+        if key not in _made:
+            _made[key] = cls._make(group, torch.device(device))
+        return _made[key]
+
+    @classmethod
+    def _make(cls, group: dist.ProcessGroup | None, device: torch.device) -> Machines | None:
+        ranks: dict[str, list[int]] = {}
+        for rank, machine in enumerate(machines_by_rank(group)):
+            ranks.setdefault(machine, []).append(dist.get_global_rank(group, rank) if group is not None else rank)
+        machines = [sorted(members) for members in ranks.values()]
+        sizes = {len(members) for members in machines}
+        if len(machines) == 1 or len(sizes) > 1 or sizes == {1}:
+            return None
+        options = {"timeout": timeout_of(group, device), "backend": dist.get_backend(group)}
+        within, _ = dist.new_subgroups_by_enumeration(machines, **options)
+        places = [list(members) for members in zip(*machines, strict=True)]
+        across, _ = dist.new_subgroups_by_enumeration(places, **options)
+        return cls(within, across)
+
+
+_DEVICES = {"nccl": "cuda", "gloo": "cpu"}  # of the tensors whose timeout is that of new groups
+_made: WeakKeyDictionary[dist.ProcessGroup, Machines | None] = WeakKeyDictionary()

@@ -1,0 +1,45 @@
+"""The figures and the table of NeMo's recipe, of runs that are made up here."""
+
+import pytest
+
+from benchmarks import nemo_recipe, nemo_tables
+from benchmarks.record import read
+
+
+def run(path, turn, seconds, losses, level="bf16_mixed"):
+    return {"level": level, "round": turn, "path": path, "seconds": seconds, "losses": losses, "gib": 1.5}
+
+
+RUNS = [
+    run("nemo", 0, [0.2, 0.4, 0.2], [9.0, 8.0]),
+    run("level", 0, [0.1, 0.1, 0.9], [9.0, 8.25]),
+    run("nemo", 1, [0.2], [9.0, 8.0]),
+    {"level": "bf16_with_fp8_mixed", "round": 0, "path": "nemo", "error": "TypeError: no such argument"},
+]
+
+
+def test_figures_are_medians_of_rounds_and_name_the_errors(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["nemo_recipe"])
+    nemo_recipe.write(tmp_path / "out.jsonl", RUNS, tokens=100)
+    figures = {(f["level"], f["path"]): f for f in read(tmp_path / "out.jsonl")[1]}
+    ours = figures["bf16_mixed", "level"]
+    assert (ours["ms"], ours["tokens_per_s"], ours["of_nemo"], ours["losses"]) == (100.0, 1000, 2.0, [9.0, 8.25])
+    assert figures["bf16_mixed", "nemo"]["rounds"] == 2
+    assert figures["bf16_with_fp8_mixed", "nemo"]["error"].startswith("TypeError")
+
+
+def test_a_run_that_is_measured_again_replaces_its_figure_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["nemo_recipe"])
+    nemo_recipe.write(tmp_path / "out.jsonl", RUNS, tokens=100)
+    nemo_recipe.write(tmp_path / "out.jsonl", [run("level", 0, [0.5], [9.0, 8.5])], tokens=100)
+    figures = {(f["level"], f["path"]): f for f in read(tmp_path / "out.jsonl")[1]}
+    assert len(figures) == 3 and figures["bf16_mixed", "level"]["ms"] == pytest.approx(500.0)
+
+
+def test_table_has_the_distance_of_losses_and_what_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["nemo_recipe"])
+    monkeypatch.setattr(nemo_tables, "RESULTS", tmp_path)
+    nemo_recipe.write(tmp_path / "nemo_recipe_h200.jsonl", RUNS, tokens=100)
+    table = nemo_tables.nemo_recipe()
+    assert "2.00 to 2.00 × as fast" in table and "0.2500" in table and "9.0000 → 8.2500" in table
+    assert "TypeError" in table

@@ -1,0 +1,43 @@
+"""A small part of the faults that the benchmark counts, over NCCL: a dead process, and NaN on one process."""
+
+import pytest
+import torch
+
+from benchmarks.fault_trials import SECONDS, Bench
+from benchmarks.faults import ON_GPUS, run, to_import
+from benchmarks.processes import FORKING
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
+]
+
+FORMS = ["ddp", "lowprec_ddp", "sharded", "async"]
+FAULTS = [
+    "nan_before",
+    "dead_before",
+]  # at bf16_mixed, and at msamp_o2: in the barrier of the exchange of FP8 gradients
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ON_GPUS.items():
+            patch.setenv(name, value)
+        FORKING.set_forkserver_preload(to_import("cuda", FORMS))
+        bench = Bench(tmp_path_factory.mktemp("faults"), mounts=False, device="cuda")
+        return run(bench, FAULTS, FORMS, trials=1, jobs=len(FORMS), seed=0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nan_on_one_process_skips_the_step_on_both(trials, form):
+    (outcome,) = trials[0]["nan_before", form]
+    assert outcome.survived, outcome.said
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_dead_process_ends_the_other_one_and_a_restart_goes_on_bit_for_bit(trials, form):
+    (outcome,) = trials[0]["dead_before", form]
+    assert outcome.survived, outcome.said
+    assert 0 < outcome.seconds < SECONDS
