@@ -14,11 +14,12 @@ import shutil
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pygments.lexer import Lexer
 from pygments.lexers import CLexer, PythonLexer
-from pygments.token import Comment, Keyword, Name, Number, Operator, Punctuation, String, Whitespace, _TokenType
+from pygments.token import Comment, Keyword, Name, Number, Operator, Punctuation, String, Whitespace
 
 from nemo_lowprec.data import PreparedData, prepare_data
 from nemo_lowprec.data.corpus import Document, limit_bytes, list_documents, split_documents
@@ -63,7 +64,7 @@ def kinds_of(text: str, lexer: Lexer | None) -> np.ndarray:
     return kinds
 
 
-_KIND_OF: tuple[tuple[_TokenType, str], ...] = (
+_KIND_OF: tuple[tuple[Any, str], ...] = (
     (Comment.Preproc, "preprocessor"), (Comment.PreprocFile, "preprocessor"), (Comment, "comment"),
     (String, "string"), (Number, "number"), (Keyword, "keyword"), (Operator.Word, "keyword"), (Name, "new name"),
     (Operator, "punctuation"), (Punctuation, "punctuation"), (Whitespace, "space"),

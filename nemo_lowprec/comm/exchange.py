@@ -25,7 +25,7 @@ from nemo_lowprec.compat.distributed import timeout_of
 from nemo_lowprec.observers import NOBODY, Observers
 
 _SENT, _RECEIVED, _GATHERED = 2, 4, 3  # slots for each, see PeerMemory
-# A barrier that gives up ends the process's CUDA context. NCCL's watchdog comes before that, and names its collective.
+# The barrier waits longer than NCCL's watchdog, whose message names the collective that hangs.
 _AFTER_WATCHDOG = timedelta(seconds=10)
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
@@ -108,9 +108,9 @@ class PeerMemory:
     A process that writes into another's slot knows that the slot's earlier bucket was read:
 
     - Bucket k is sent after k-2 was summed here. So all have packed k-2, and before that have summed k-4.
-    - The mean of k is sent after all have packed k, and before that have stored k-3. In ``Fp8Bucket.complete``, where
-      machines have averaged it first, it is sent after k-1 was stored here. So all have sent k-1, and before that have
-      stored k-2.
+    - The mean of k is sent after all have packed k, and before that have stored k-3. Where machines average the mean of
+      k first (``Fp8Bucket.complete``), the mean of k is sent after k-1 was stored here. So all have sent k-1, and before
+      that have stored k-2.
     - Between two backward passes all have summed all: the mean of the last bucket was sent. Where no means are sent,
       an all_reduce comes last (``GradientReducer.finish``).
 

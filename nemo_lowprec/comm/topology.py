@@ -1,7 +1,7 @@
 """Which processes share a machine, and the process groups by which gradients are averaged within and between machines.
 
-Machines are told apart by their hostnames, or by the environment variable ``NCCL_HOSTID``, by which NCCL tells them
-apart, too: set to other values on some processes of one machine, it makes several machines of it.
+A machine's name is the environment variable ``NCCL_HOSTID``, which NCCL uses in the same way, or else its hostname. So
+several values of ``NCCL_HOSTID`` on one machine stand for several machines.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from nemo_lowprec.comm.topology import Machines, machines_by_rank
 from nemo_lowprec.comm.wire import Messages, Packer, mean_of_messages
 from nemo_lowprec.observers import Observer, Observers
 from nemo_lowprec.tensors import GradientTensor
-from tests.comm.test_reducer import SHAPES, assert_same_bits, make, randn, result, wire
+from tests.comm.test_reducer import SHAPES, assert_same_bits, make, put_infinity, randn, result, wire
 from tests.processes import on_processes
 
 LARGE = [(64, 512), (300, 129)]
@@ -116,9 +116,7 @@ def run_missing(rank):
 def run_not_finite(rank):
     params = make(rank)
     if rank == 1:
-        values = params[0].grad.dequantize()
-        values[2, 150] = float("inf")
-        params[0].grad = GradientTensor.from_float(values)
+        put_infinity(params[0])
     GradientReducer(params, placed(rank, "in turn"), wire).reduce()
     return result(params) | {"flags": [float(p.grad.nonfinite) for p in params]}
 

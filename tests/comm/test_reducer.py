@@ -91,12 +91,17 @@ def run_missing(rank):
     return result(params[:-1])
 
 
+def put_infinity(param):
+    """Put an infinite value into the FP8 gradient of ``param``."""
+    values = param.grad.dequantize()
+    values[2, 150] = float("inf")
+    param.grad = GradientTensor.from_float(values)
+
+
 def run_not_finite(rank):
     params = make(rank)
     if rank == 1:
-        values = params[0].grad.dequantize()
-        values[2, 150] = float("inf")
-        params[0].grad = GradientTensor.from_float(values)
+        put_infinity(params[0])
     average_gradients(params)
     return result(params) | {"flags": [float(p.grad.nonfinite) for p in params]}
 

@@ -80,16 +80,22 @@ def reduced(rank):
     reducer = GradientReducer(params, None, wire, bucket_bytes=2**16)
     found = []
     for step in range(3):
-        generator = torch.Generator("cuda").manual_seed(10 * step + rank)
-        factors = [torch.randn(s, device="cuda", generator=generator) for s in SHAPES]
-        for param in params:
-            param.grad = None
-        loss = sum((p * f).sum() for p, f in zip(params, factors, strict=True))
-        reducer.begin()
-        loss.backward()
-        reducer.finish()
+        factors = averaged_pass(reducer, params, 10 * step + rank)
         found.append({"own": factors, "mean": [values_of(p.grad) for p in params]})
     return on_cpu(found)
+
+
+def averaged_pass(reducer, params, seed):
+    """A backward pass that ``reducer`` averages; returns this process's gradients before, FP32."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    factors = [torch.randn(p.shape, device="cuda", dtype=torch.float32, generator=generator) for p in params]
+    for param in params:
+        param.grad = None
+    loss = sum((p * f).sum() for p, f in zip(params, factors, strict=True))
+    reducer.begin()
+    loss.backward()
+    reducer.finish()
+    return factors
 
 
 def _store(param):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from nemo_lowprec.comm import GradientReducer
 from nemo_lowprec.comm.topology import Machines
 from tests.comm.test_machines import reference, rounded
-from tests.gpu.test_multi_gpu import SHAPES, _store, on_cpu
+from tests.gpu.test_multi_gpu import SHAPES, _store, averaged_pass, on_cpu
 from tests.processes import on_processes
 from tests.support import assert_same, values_of
 
@@ -40,14 +40,7 @@ def reduced(rank):
     machines = Machines.of(None)
     found = []
     for step in range(STEPS):
-        generator = torch.Generator("cuda").manual_seed(10 * step + rank)
-        factors = [torch.randn(s, device="cuda", dtype=torch.float32, generator=generator) for s in shapes]
-        for param in params:
-            param.grad = None
-        loss = sum((p * f).sum() for p, f in zip(params, factors, strict=True))
-        reducer.begin()
-        loss.backward()
-        reducer.finish()
+        factors = averaged_pass(reducer, params, 10 * step + rank)
         kept = slice(None) if step in (1, STEPS - 1) else slice(len(SHAPES))
         found.append({"own": factors[kept], "mean": [values_of(p.grad) for p in params][kept]})
     return on_cpu({
