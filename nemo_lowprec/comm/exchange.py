@@ -109,8 +109,8 @@ class PeerMemory:
 
     - Bucket k is sent after k-2 was summed here. So all have packed k-2, and before that have summed k-4.
     - The mean of k is sent after all have packed k, and before that have stored k-3. Where machines average the mean of
-      k first (``Fp8Bucket.complete``), the mean of k is sent after k-1 was stored here. So all have sent k-1, and before
-      that have stored k-2.
+      k first (``Fp8Bucket.complete``), the mean of k is sent after k-1 was stored here. So all have sent k-1, and
+      before that have stored k-2.
     - Between two backward passes all have summed all: the mean of the last bucket was sent. Where no means are sent,
       an all_reduce comes last (``GradientReducer.finish``).
 
