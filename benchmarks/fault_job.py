@@ -1,4 +1,4 @@
-"""A training job of two processes, on the CPU or on two GPUs; started again, it goes on from its last checkpoint."""
+"""A training job of two processes, on the CPU or on GPUs; started again, it goes on from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def main(
         callbacks: of ``fault_callbacks``.
         requeues: whether Slurm has started it.
         validates: whether it validates after every second step.
-        device: ``cpu``, with gloo; or ``cuda``, where the process has the GPU of its rank, with NCCL.
+        device: ``cpu``, with gloo; or ``cuda``, where the process has the GPU of its rank on its machine, with NCCL.
     """
     os.setsid()  # so that processes which this one starts are known by its number
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without
@@ -114,11 +114,11 @@ def main(
     os.environ.update(env)
     torch.set_num_threads(1)
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(int(env["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_WAIT)
     plugins = [plugin(level, device), *([SLURMEnvironment()] if requeues else [])]
     with _megatron(device) if strategy == "megatron" else nullcontext():
-        _train(rank, folder, strategy, plugins, callbacks, validates, device)
+        _train(rank, folder, strategy, plugins, callbacks, validates, device, int(env["LOCAL_WORLD_SIZE"]))
 
 
 def _megatron(device: str) -> AbstractContextManager[Any]:
@@ -132,12 +132,12 @@ def _megatron(device: str) -> AbstractContextManager[Any]:
 
 def _train(
     rank: int, folder: Path, strategy: str, plugins: list[Any], callbacks: tuple[Callback, ...], validates: bool,
-    device: str,
+    device: str, devices: int,
 ) -> None:  # fmt: skip
     saving = ModelCheckpoint(folder, save_top_k=0, save_last=True, every_n_train_steps=1)
     end = End()
     fit = trainer(
-        plugins, [Steps(), *callbacks, end, saving], device, strategy=STRATEGIES[strategy](), max_steps=STEPS,
+        plugins, [Steps(), *callbacks, end, saving], device, devices, strategy=STRATEGIES[strategy](), max_steps=STEPS,
         default_root_dir=folder.parent / "requeued", val_check_interval=2, check_val_every_n_epoch=None,
     )  # fmt: skip
     model = Net()

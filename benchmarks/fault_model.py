@@ -1,4 +1,4 @@
-"""A small classifier, its data and its Trainer: two processes train it on the CPU in about a second, or on two GPUs."""
+"""A small classifier, its data and its Trainer: two processes train it on the CPU in about a second, or on GPUs."""
 
 from __future__ import annotations
 
@@ -74,10 +74,12 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def trainer(plugins: Any, callbacks: list[Callback], device: str = "cpu", **options: Any) -> pl.Trainer:
-    """Of two processes on the CPU or on two GPUs, which writes nothing by itself."""
+def trainer(
+    plugins: Any, callbacks: list[Callback], device: str = "cpu", devices: int = 2, **options: Any
+) -> pl.Trainer:  # fmt: skip
+    """Of two processes, ``devices`` on each machine, which writes nothing by itself."""
     return pl.Trainer(
-        accelerator="gpu" if device == "cuda" else device, devices=2, plugins=plugins, callbacks=callbacks,
-        logger=False, use_distributed_sampler=False, enable_progress_bar=False, enable_model_summary=False,
-        num_sanity_val_steps=0, max_epochs=-1, **options,
+        accelerator="gpu" if device == "cuda" else device, devices=devices, num_nodes=2 // devices,
+        plugins=plugins, callbacks=callbacks, logger=False, use_distributed_sampler=False,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, max_epochs=-1, **options,
     )  # fmt: skip

@@ -34,12 +34,14 @@ class Pair:
         level: see ``fault_model.plugin``.
         callbacks: of each process.
         device: of ``fault_job.main``.
+        machines: 1 or 2, see ``processes.environment``.
         slurm: what starts the processes; None: torchrun.
     """
 
     def __init__(
         self, folder: Path, checkpoints: Path, form: str, level: str,
-        callbacks: tuple[tuple[Callback, ...], ...] = ((), ()), device: str = "cpu", slurm: Slurm | None = None,
+        callbacks: tuple[tuple[Callback, ...], ...] = ((), ()), device: str = "cpu", machines: int = 1,
+        slurm: Slurm | None = None,
     ) -> None:  # fmt: skip
         folder.mkdir(parents=True)
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -49,7 +51,8 @@ class Pair:
         self.is_over = False
         for rank, output in enumerate(self._outputs):
             output.touch()
-            env = environment(rank, 2, self._store.port) | agent | (slurm.environment(rank) if slurm else {})
+            env = environment(rank, 2, self._store.port, machines) | agent
+            env |= slurm.environment(rank, machines) if slurm else {}
             job = (rank, env, output, checkpoints, form, level, callbacks[rank])
             options = {"device": device, "requeues": slurm is not None}
             self.processes.append(FORKING.Process(target=fault_job.main, args=job, kwargs=options))

@@ -26,10 +26,12 @@ class Slurm:
         script.write_text(f"#!/bin/sh\necho $* >> {self.asked}\n")
         script.chmod(0o755)
 
-    def environment(self, rank: int) -> dict[str, str]:
-        """What Slurm sets for one process, with ``scontrol`` in front of the path."""
+    def environment(self, rank: int, machines: int = 1) -> dict[str, str]:
+        """What Slurm sets for one process of 1 or 2 machines, with ``scontrol`` in front of the path."""
+        tasks = 2 // machines
         numbers = {
-            "PROCID": rank, "LOCALID": rank, "NODEID": 0, "NTASKS": 2, "NTASKS_PER_NODE": 2, "JOB_ID": 7,
+            "PROCID": rank, "LOCALID": rank % tasks, "NODEID": rank // tasks, "NTASKS": 2, "NTASKS_PER_NODE": tasks,
+            "JOB_ID": 7,
         }  # fmt: skip
         variables = {f"SLURM_{name}": str(number) for name, number in numbers.items()}
         return {**variables, "SLURM_JOB_NAME": "run", "PATH": f"{self._bin}:{os.environ['PATH']}"}

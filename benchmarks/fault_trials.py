@@ -74,11 +74,13 @@ class Bench:
         place: a folder.
         mounts: whether disks may be mounted there, to be filled.
         device: of ``fault_job.main``.
+        machines: of ``Pair``.
     """
 
     place: Path
     mounts: bool
     device: str = "cpu"
+    machines: int = 1
     _pairs: list[Pair] = field(default_factory=list)
     _is_stopped: bool = False
     _wholes: dict[tuple[str, str], Whole | Exception] = field(default_factory=dict)
@@ -90,7 +92,7 @@ class Bench:
         with self._lock:
             need(not self._is_stopped, "No time was left.")
             self._pairs = [pair for pair in self._pairs if not pair.is_over]
-            self._pairs.append(Pair(*args, device=self.device, **options))
+            self._pairs.append(Pair(*args, device=self.device, machines=self.machines, **options))
             return self._pairs[-1]
 
     def stop(self) -> None:

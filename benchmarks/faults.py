@@ -2,11 +2,13 @@
 
 python -m benchmarks.faults --jobs 28
 python -m benchmarks.faults --device cuda --trials 2 --seconds 480 --out benchmarks/results/faults_h200.jsonl
+python -m benchmarks.faults --device cuda --machines 2 --out benchmarks/results/faults_machines_h200.jsonl
 
-Every trial is a run of a small model, over gloo on the CPU or over NCCL on two GPUs that all trials share, disturbed at
-a random moment and then started again. It counts as survived where all processes end, and the restart comes bit for bit
-to the end of a run that nothing disturbed. A damaged checkpoint is to be refused in a sentence that names it, unless
-the damage is in bytes that carry nothing; with a NaN on one process all skip the same step. Each failure is a line of
+Every trial is a run of a small model, over gloo on the CPU or over NCCL on GPUs that all trials share, disturbed at a
+random moment and then started again. With ``--machines 2`` each process is on a machine of its own to NCCL, which then
+uses the network and needs one GPU only. A trial counts as survived where all processes end, and the restart comes bit
+for bit to the end of a run that nothing disturbed. A damaged checkpoint is to be refused in a sentence that names it,
+unless the damage is in bytes that carry nothing; with a NaN on one process all skip the same step. Each failure is a line of
 its own in the results. Figures of faults and forms that are not tried again stay.
 """
 
@@ -30,7 +32,7 @@ import torch
 from benchmarks.fault_kinds import FAULTS
 from benchmarks.fault_tables import FORMS
 from benchmarks.fault_trials import Bench, Outcome, levels_of
-from benchmarks.processes import FORKING
+from benchmarks.processes import FORKING, links
 from benchmarks.record import Record, arguments, lines
 
 _Trials = dict[tuple[str, str], list[Outcome]]
@@ -146,6 +148,7 @@ def run(
 def main() -> None:
     parser = arguments(__doc__.split("\n")[0], "faults.jsonl")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: two GPUs, with NCCL")
+    parser.add_argument("--machines", type=int, choices=[1, 2], default=1, help="2: one GPU is enough for NCCL")
     parser.add_argument("--trials", type=int, default=6, help="of each fault and form")
     parser.add_argument("--jobs", type=int, help="trials at once; by default by the number of CPUs")
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
@@ -161,20 +164,20 @@ def main() -> None:
     else:
         os.environ.update(ON_GPUS)
         jobs = args.jobs or max(1, cpus // 2)
-        if torch.cuda.device_count() < 2:
-            parser.error("--device cuda needs two GPUs.")
+        if torch.cuda.device_count() * args.machines < 2:
+            parser.error("--device cuda needs two GPUs, or --machines 2.")
     mounts = may_mount()
     FORKING.set_forkserver_preload(to_import(args.device, args.forms))
     again = {(fault, form) for fault in args.faults for form in args.forms}
     earlier = lines(args.out) if args.out.exists() else []
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as place:
-        bench = Bench(Path(place), mounts, args.device)
+        bench = Bench(Path(place), mounts, args.device, args.machines)
         outcomes, failures = run(bench, args.faults, args.forms, args.trials, jobs, args.seed, args.seconds)
     record = Record(args.out, [line for line in earlier if (line.get("fault"), line.get("form")) not in again])
     figures = [figure(*key, outcomes[key]) for key in product(args.faults, args.forms) if key in outcomes]
     for one in figures:
         disk = {"disk": "mounted" if mounts else "a limit on the size of files"} if one["fault"] == "disk_full" else {}
-        record.add(**one, **disk)
+        record.add(**one, **disk, **links(args.machines))
     for failure in failures:
         record.add(benchmark="faults_failure", **failure)
     print(table(figures, args.forms))

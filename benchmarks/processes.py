@@ -1,4 +1,4 @@
-"""Processes of one machine that train together, as torchrun would start them."""
+"""Processes that train together, as torchrun would start them, and the machines that they take themselves for."""
 
 from __future__ import annotations
 
@@ -14,18 +14,26 @@ IMPORTED = ["lightning.pytorch", "torch.distributed.fsdp", "torch.testing", "nem
 FORKING.set_forkserver_preload(IMPORTED)
 
 
-def environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """What torchrun sets for one process of a machine."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+def environment(rank: int, world: int, port: int, machines: int = 1) -> dict[str, str]:
+    """What torchrun sets for one process, and ``host`` for its machine."""
+    local_world = world // machines
+    numbers = {
+        "RANK": rank, "LOCAL_RANK": rank % local_world, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local_world,
+        "GROUP_RANK": rank // local_world,
+    }  # fmt: skip
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
-    return {name: str(value) for name, value in numbers.items()} | place
+    return {name: str(value) for name, value in numbers.items()} | place | host(rank // local_world, machines)
+
+
+def host(machine: int, machines: int) -> dict[str, str]:
+    """The variable by which NCCL and ``nemo_lowprec`` tell several machines apart; none for one machine."""
+    return {"NCCL_HOSTID": f"machine {machine}"} if machines > 1 else {}
 
 
 def put_on_machine(rank: int, world: int, machines: int) -> int:
     """The machine of this process, of several that NCCL and ``nemo_lowprec`` take this machine for; 0 for one."""
     machine = rank * machines // world
-    if machines > 1:
-        os.environ["NCCL_HOSTID"] = f"machine {machine}"
+    os.environ.update(host(machine, machines))
     return machine
 
 

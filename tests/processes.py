@@ -77,7 +77,7 @@ def _start(
     os.environ.pop("PL_GLOBAL_SEED", None)  # of an earlier test's seed_everything: strategies seed by it again
     os.environ.update(environment(rank, world, port))
     if backend == "nccl":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
         gemm_times.FAMILIES = {"": None}  # small layers stay in FP8 with convert="auto"
     timeout = datetime.timedelta(seconds=SECONDS)
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world, timeout=timeout)

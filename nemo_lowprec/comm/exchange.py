@@ -32,15 +32,22 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  #
 
 
 class CollectiveBuffers:
-    """The buffers of one bucket in flight, which the process group's all_to_all and all_gather exchange.
+    """The buffers of one bucket in flight, which the collectives all_to_all and all_gather exchange.
 
     On a GPU, all methods only queue work.
+
+    Args:
+        group: the processes; its connections carry all_to_all.
+        gathers: a second group of the same processes, for all_gather: so the means of one bucket travel beside the
+            messages of the next. None where nothing is gathered.
     """
 
     def __init__(
-        self, layout: Messages, group: dist.ProcessGroup | None, device: torch.device, observers: Observers = NOBODY
-    ) -> None:
-        self._layout, self._group, self._device, self.observers = layout, group, device, observers
+        self, layout: Messages, group: dist.ProcessGroup | None, gathers: dist.ProcessGroup | None,
+        device: torch.device, observers: Observers = NOBODY,
+    ) -> None:  # fmt: skip
+        self._layout, self._group, self._gathers = layout, group, gathers
+        self._device, self.observers = device, observers
         self._work: Any = None
         self._sent: Tensor | None = None
         self._received: Tensor | None = None
@@ -82,11 +89,11 @@ class CollectiveBuffers:
 
     def gather(self) -> None:
         """Send the mean to all processes."""
-        assert self._mean is not None
+        assert self._mean is not None and self._gathers is not None
         self._gathered = self._empty(self._layout.world, self._layout.bytes)
         for see in self.observers.message:
             see("all_gather", self._mean, 0, "gradient")
-        self._work = _all_gather(self._gathered.view(-1), self._mean, group=self._group, async_op=True)
+        self._work = _all_gather(self._gathered.view(-1), self._mean, group=self._gathers, async_op=True)
 
     def gathered(self) -> Tensor:
         """uint8 [world, bytes]: the means of all processes, after they have arrived."""

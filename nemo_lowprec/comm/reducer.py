@@ -17,7 +17,7 @@ from torch import Tensor
 from nemo_lowprec.comm.bucketing import BUCKET_BYTES, cut_into_buckets
 from nemo_lowprec.comm.buckets import Bucket, Fp8Bucket, Fp8ShardBucket, PlainBucket
 from nemo_lowprec.comm.exchange import CollectiveBuffers, PeerBuffers, PeerMemory
-from nemo_lowprec.comm.topology import Machines
+from nemo_lowprec.comm.topology import Machines, second
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors.weak_hooks import weakly
 
@@ -165,12 +165,14 @@ class GradientReducer:
         if not buckets:
             return
         device = buckets[0].params[0].device
-        self._peers = self._peer_memory(max(b.layout.bytes for b in buckets), buckets[0].group, device)
+        group = buckets[0].group
+        self._peers = self._peer_memory(max(b.layout.bytes for b in buckets), group, device)
+        gathers = second(group, device) if self._peers is None and self._shards is None else None
         for i, bucket in enumerate(buckets):
             if self._peers is not None:
                 bucket.buffers = PeerBuffers(bucket.layout, self._peers, i, self.observers)
             else:
-                bucket.buffers = CollectiveBuffers(bucket.layout, bucket.group, device, self.observers)
+                bucket.buffers = CollectiveBuffers(bucket.layout, group, gathers, device, self.observers)
 
     def _peer_memory(self, capacity: int, group: dist.ProcessGroup | None, device: torch.device) -> PeerMemory | None:
         if device.type != "cuda":

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_lowprec.comm.exchange import CollectiveBuffers
+from nemo_lowprec.comm.topology import second
 from nemo_lowprec.comm.wire import Messages, Packer, Row, mean_of_messages
 from nemo_lowprec.formats.block_scale_128 import BLOCK
 from nemo_lowprec.observers import Observers
@@ -26,7 +27,7 @@ class Replicas:
         blocks = torch.Size((message.chunk, BLOCK))
         self._layout = Messages.in_turn([blocks], dist.get_world_size(group))
         self._packer = Packer(self._layout)
-        self._buffers = CollectiveBuffers(self._layout, group, device, observers)
+        self._buffers = CollectiveBuffers(self._layout, group, second(group, device), device, observers)
         self._nonfinite = torch.zeros(1, device=device, dtype=torch.float32)
 
     def _row(self, message: Tensor) -> Row:

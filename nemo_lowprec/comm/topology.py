@@ -1,4 +1,4 @@
-"""Which processes share a machine, and the process groups by which gradients are averaged within and between machines.
+"""Which processes share a machine, and the process groups by which gradients are averaged.
 
 A machine's name is the environment variable ``NCCL_HOSTID``, which NCCL uses in the same way, or else its hostname. So
 several values of ``NCCL_HOSTID`` on one machine stand for several machines.
@@ -63,5 +63,25 @@ class Machines:
         return cls(within, across)
 
 
+def second(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
+    """Another process group of the processes of ``group``, made once for each ``group``, by all its processes.
+
+    Collectives of both groups run at the same time: each group has connections of its own, and in NCCL a stream.
+
+    Args:
+        group: None for all processes.
+        device: of the tensors that the collectives take.
+    """
+    key = group or dist.group.WORLD
+    assert key is not None
+    if key not in _seconds:
+        _seconds[key] = dist.new_group(
+            dist.get_process_group_ranks(key), timeout_of(group, device), dist.get_backend(group),
+            use_local_synchronization=True,
+        )  # fmt: skip
+    return _seconds[key]
+
+
 _DEVICES = {"nccl": "cuda", "gloo": "cpu"}  # of the tensors whose timeout is that of new groups
 _made: WeakKeyDictionary[dist.ProcessGroup, Machines | None] = WeakKeyDictionary()
+_seconds: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()

@@ -7,15 +7,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nemo_lowprec.comm import GradientReducer
-from nemo_lowprec.comm.topology import Machines, machines_by_rank
+from nemo_lowprec.comm import GradientReducer, exchange
+from nemo_lowprec.comm.topology import Machines, machines_by_rank, second
 from nemo_lowprec.comm.wire import Messages, Packer, mean_of_messages
+from nemo_lowprec.compat.distributed import timeout_of
 from nemo_lowprec.observers import Observer, Observers
 from nemo_lowprec.tensors import GradientTensor
 from tests.comm.test_reducer import SHAPES, assert_same_bits, make, put_infinity, randn, result, wire
-from tests.processes import on_processes
+from tests.processes import SECONDS, on_processes
 
 LARGE = [(64, 512), (300, 129)]
+WAYS = [("all_gather", False), ("all_to_all", True)]  # whether the group is the one that others use, too
 PLACES = {"in turn": "aabb", "mixed": "abba", "alone": "abcd", "uneven": "aaab", "together": "aaaa"}
 
 
@@ -139,6 +141,29 @@ def run_observed(rank):
     return {"messages": seen.messages, "means": seen.means}
 
 
+def run_ways(rank):
+    """The collectives of a pass, each with its group: its processes, and whether it has connections of its own."""
+    ways = set()
+    whole = placed(rank, "in turn")
+
+    def watched(kind, collective):
+        def call(*args, group, **options):
+            machines = Machines.of(whole)
+            ways.add((kind, tuple(members(group)), group in (whole, machines.within, machines.across)))
+            return collective(*args, group=group, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", watched("all_to_all", dist.all_to_all_single))
+        patch.setattr(exchange, "_all_gather", watched("all_gather", exchange._all_gather))
+        GradientReducer(make(rank), whole, wire, bucket_bytes=600).reduce()
+    twin = second(whole, torch.device("cpu"))
+    same = twin is second(whole, torch.device("cpu")) and members(twin) == members(whole)
+    seconds = timeout_of(second(None, torch.device("cpu")), torch.device("cpu")).total_seconds()
+    return {"ways": sorted(ways), "same": same, "timeout": seconds}
+
+
 CASES = {name.removeprefix("run_"): function for name, function in list(globals().items()) if name.startswith("run_")}
 
 
@@ -168,6 +193,14 @@ def test_the_groups_of_machines(ranks):
         assert found["in turn"] == [[[0, 1], [2, 3]][rank // 2], [[0, 2], [1, 3]][rank % 2]]
         assert found["mixed"] == [[[0, 3], [1, 2], [1, 2], [0, 3]][rank], [[0, 1], [0, 1], [2, 3], [2, 3]][rank]]
         assert found["alone"] is found["uneven"] is found["together"] is None
+
+
+def test_the_means_travel_on_connections_of_their_own(ranks):
+    for rank, found in enumerate(one["ways"] for one in ranks):
+        levels = sorted([((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]])
+        gathers, sends = ([(kind, level, shared) for level in levels] for kind, shared in WAYS)
+        assert found["ways"] == [*gathers, *sends]
+        assert found["same"] and found["timeout"] == SECONDS
 
 
 @pytest.mark.parametrize(("case", "places"), [("average", "in turn"), ("mixed", "mixed")])

@@ -1,4 +1,7 @@
-"""A small part of the faults that the benchmark counts, over NCCL: a dead process, and NaN on one process."""
+"""A small part of the faults that the benchmark counts, over NCCL: a dead process, and NaN on one process.
+
+The processes have two GPUs of one machine, or one GPU and the network between two machines.
+"""
 
 import pytest
 import torch
@@ -9,9 +12,14 @@ from benchmarks.processes import FORKING
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+TWO_GPUS = [
     pytest.mark.multi_gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
 ]
+MACHINES = [pytest.param(1, marks=TWO_GPUS, id="one machine"), pytest.param(2, id="two machines")]
 
 FORMS = ["ddp", "lowprec_ddp", "sharded", "async"]
 FAULTS = [
@@ -20,13 +28,13 @@ FAULTS = [
 ]  # at bf16_mixed, and at msamp_o2: in the barrier of the exchange of FP8 gradients
 
 
-@pytest.fixture(scope="module")
-def trials(tmp_path_factory):
+@pytest.fixture(scope="module", params=MACHINES)
+def trials(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ON_GPUS.items():
             patch.setenv(name, value)
         FORKING.set_forkserver_preload(to_import("cuda", FORMS))
-        bench = Bench(tmp_path_factory.mktemp("faults"), mounts=False, device="cuda")
+        bench = Bench(tmp_path_factory.mktemp("faults"), mounts=False, device="cuda", machines=request.param)
         return run(bench, FAULTS, FORMS, trials=1, jobs=len(FORMS), seed=0)
 
 
