@@ -1,9 +1,11 @@
 """Convergence at length: Llamas of 100M parameters, each trained on 503 M tokens of source code at one level.
 
     python -m benchmarks.convergence --data data/convergence --runs bf16_mixed:0 msamp_o2:0 msamp_o2+coarse:0@3072
+    python -m benchmarks.convergence --at-once 2 --runs bf16_mixed:1~1024 msamp_o2:1~1024    # 34 M tokens a run
 
-``LEVEL[+VARIANT]:SEED[@STOP]`` is one run on one GPU. Runs of one seed share initial weights and the order of the data.
-Each GPU takes the next run of the list that has not ended. At ``--seconds`` every run writes a checkpoint to
+``LEVEL[+VARIANT]:SEED[~STEPS][@STOP]`` is one run on one GPU: its schedule has 15,360 steps or ``STEPS``, and it ends
+with the schedule or after ``STOP`` steps. Runs of one seed share initial weights and the order of the data. Each GPU
+takes the next run of the list that has not ended. At ``--seconds`` every run writes a checkpoint to
 ``--state``; the same command goes on from there, bit for bit, and results in ``--out`` are kept.
 
 docs/convergence.rst has the protocol, and says what is compared.
@@ -32,8 +34,9 @@ def main() -> None:
     parser = arguments(__doc__.split("\n")[0], "convergence_h200.jsonl")
     parser.add_argument("--data", type=Path, default=Path("data/convergence"), help="see benchmarks.convergence_text")
     parser.add_argument("--state", type=Path, default=Path("data/convergence_state"), help="checkpoints of the runs")
-    parser.add_argument("--runs", nargs="+", type=Spec.parse, required=True, help="LEVEL[+VARIANT]:SEED[@STOP]")
+    parser.add_argument("--runs", nargs="+", type=Spec.parse, required=True, help="LEVEL[+VARIANT]:SEED[~STEPS][@STOP]")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="runs stop after so many seconds")
+    parser.add_argument("--at-once", type=int, default=1, help="runs that share a GPU; a run starts beside another")
     parser.add_argument("--one", type=float, help="the deadline: train the only run in this process")
     args = parser.parse_args()
     if args.one is not None:
@@ -68,7 +71,8 @@ def main() -> None:
                 print(result.stdout[-1500:], result.stderr[-3000:], flush=True)
                 record.add(benchmark="convergence_failure", run=str(spec), error=result.stderr[-300:])
 
-    threads = [threading.Thread(target=work, args=(gpu,)) for gpu in range(max(1, torch.cuda.device_count()))]
+    gpus = range(max(1, torch.cuda.device_count()))
+    threads = [threading.Thread(target=work, args=(gpu,)) for gpu in gpus for _ in range(args.at_once)]
     for thread in threads:
         thread.start()
     for thread in threads:

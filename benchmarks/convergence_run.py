@@ -44,25 +44,29 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Spec:
-    """``LEVEL[+VARIANT]:SEED[@STOP]``: the run ends after ``STOP`` steps of a schedule of ``STEPS`` steps."""
+    """``LEVEL[+VARIANT]:SEED[~STEPS][@STOP]``: the learning rate's schedule has ``STEPS`` steps; ``STOP`` run."""
 
     level: str
     variant: str
     seed: int
+    steps: int
     stop: int
 
     @classmethod
     def parse(cls, text: str) -> Spec:
         row, _, rest = text.partition(":")
         level, _, variant = row.partition("+")
-        seed, _, stop = rest.partition("@")
+        rest, _, stop = rest.partition("@")
+        seed, _, steps = rest.partition("~")
         if level not in nemo_lowprec.CHART or (variant and variant not in VARIANTS):
-            raise ValueError(f"{text!r} is no LEVEL[+VARIANT]:SEED[@STOP] with a variant of {', '.join(VARIANTS)}.")
-        return cls(level, variant, int(seed), int(stop or STEPS))
+            form = "LEVEL[+VARIANT]:SEED[~STEPS][@STOP]"
+            raise ValueError(f"{text!r} is no {form} with a variant of {', '.join(VARIANTS)}.")
+        return cls(level, variant, int(seed), int(steps or STEPS), int(stop or steps or STEPS))
 
     def __str__(self) -> str:
         row = f"{self.level}+{self.variant}" if self.variant else self.level
-        return f"{row}:{self.seed}" + (f"@{self.stop}" if self.stop != STEPS else "")
+        steps = f"~{self.steps}" if self.steps != STEPS else ""
+        return f"{row}:{self.seed}{steps}" + (f"@{self.stop}" if self.stop != self.steps else "")
 
 
 class Course(pl.Callback):
@@ -186,7 +190,9 @@ def train(spec: Spec, data: Path, state: Path, deadline: float) -> None:
         gradient_clip_val=1.0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         num_sanity_val_steps=0, val_check_interval=VALIDATE, check_val_every_n_epoch=None,
     )  # fmt: skip
-    model = Subject(PRESET, lr=6e-4, min_lr=6e-5, warmup_steps=STEPS // 30, schedule_steps=STEPS, init_seed=spec.seed)
+    model = Subject(
+        PRESET, lr=6e-4, min_lr=6e-5, warmup_steps=spec.steps // 30, schedule_steps=spec.steps, init_seed=spec.seed
+    )  # fmt: skip
     model.is_twin = spec.variant == "twin"
     texts = TextDataModule(
         train_prefix=data / "train", validation_prefix=data / "validation", seq_length=SEQUENCE,

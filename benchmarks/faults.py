@@ -8,8 +8,8 @@ Every trial is a run of a small model, over gloo on the CPU or over NCCL on GPUs
 random moment and then started again. With ``--machines 2`` each process is on a machine of its own to NCCL, which then
 uses the network and needs one GPU only. A trial counts as survived where all processes end, and the restart comes bit
 for bit to the end of a run that nothing disturbed. A damaged checkpoint is to be refused in a sentence that names it,
-unless the damage is in bytes that carry nothing; with a NaN on one process all skip the same step. Each failure is a line of
-its own in the results. Figures of faults and forms that are not tried again stay.
+unless the damage is in bytes that carry nothing; with a NaN on one process all skip the same step. Each failure is a
+line of its own in the results. Figures of faults and forms that are not tried again stay.
 """
 
 from __future__ import annotations

@@ -90,6 +90,7 @@ class Panel:
     xs: tuple[float, ...]
     lines: tuple[Line, ...]
     limit: float | None = None  # the axis goes from -limit to limit
+    band: float | None = None  # half the width of what is shaded around zero
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ class Lines:
             if panel.limit is not None:
                 axes.set_ylim(-panel.limit, panel.limit)
                 axes.axhline(0, color=BLACK, linewidth=0.6)
+            if panel.band is not None:
+                axes.axhspan(-panel.band, panel.band, color="#DDDDDD", zorder=0)
             for line in panel.lines:
                 dash = "-" if line.behind else DASHES[LINES.index(line.colour)]
                 width = 5 if line.behind else 1.8

@@ -71,7 +71,8 @@ def test_kinds_lie_beside_the_tokens_that_they_are_of(data: PreparedData) -> Non
 
 
 def test_a_spec_is_read_as_it_is_written() -> None:
-    for text in ("bf16_mixed:0", "msamp_o2+coarse:1@128", "bf16_mixed+twin:2"):
+    assert Spec.parse("msamp_o2:1~1024").stop == 1024
+    for text in ("bf16_mixed:0", "msamp_o2+coarse:1@128", "bf16_mixed+twin:2~1024", "msamp_o2:1~1024@128"):
         assert str(Spec.parse(text)) == text
     with pytest.raises(ValueError, match=r"coarse, twin, watched"):
         Spec.parse("msamp_o2+finer:1")
@@ -88,7 +89,7 @@ def test_a_run_in_pieces_ends_as_a_run_without_a_pause(
         "BLOCK": 2, "WORKERS": 0,
     }.items():  # fmt: skip
         monkeypatch.setattr(convergence_run, name, value)
-    spec = Spec(level, "", 3, 12)
+    spec = Spec(level, "", 3, 12, 12)
     results = []
     for place, deadlines in ((tmp_path / "whole", [math.inf]), (tmp_path / "parts", [time.time()] * 3 + [math.inf])):
         place.mkdir()
