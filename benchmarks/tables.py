@@ -98,6 +98,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "accelerate_settings": face_tables.accelerate_settings,
     "msamp_refused": face_tables.msamp_refused,
     "aliases": face_tables.aliases,
+    "watched": watch_tables.watched,
     "versions": support_tables.versions,
     "version_ends": support_tables.version_ends,
     "ran_on": support_tables.ran_on,

@@ -9,8 +9,9 @@ from typing import Any
 from benchmarks.record import RESULTS, origins_of, read
 from benchmarks.rst import block, failure, origin, simple_table
 
-__all__ = ["advice", "monitor", "profiles"]
+__all__ = ["advice", "monitor", "profiles", "watched"]
 
+_EXTREMES = {"sqnr": 1, "underflow": 2, "saturation": 2}  # metrics and their digits
 _RUNS = "bf16", "low"
 _PARTS = {  # short, so that a table has 80 columns
     "gemm": "GEMM", "quantization": "quant.", "attention": "attn.", "elementwise": "elem.", "optimizer": "opt.",
@@ -41,6 +42,28 @@ def monitor(path: Path = RESULTS / "monitor_h200.jsonl") -> str:
         rows.append((model, level, *chain.from_iterable(times), f"{plain:.1f}", f"{watched - plain:.1f}"))
     header = ("Model", "Level", *chain.from_iterable((f"% {every}", "wall") for every in intervals), "GiB", "more")
     return block(takeaway, simple_table(header, rows), origin(origins, "transformers", "timm"))
+
+
+def watched(path: Path = RESULTS / "watched.jsonl") -> str:
+    """The extreme numbers of operands over whole runs."""
+    origins, figures = read(path)
+    longest = max(figures, key=lambda f: f["steps"])
+    inputs, gradients = (longest["operands"][kind]["sqnr"] for kind in ("input", "grad_output"))
+    model = f"a model of {longest['parameters'] / 1e6:.0f} M parameters ({longest['device']})"
+    takeaway = (
+        f"In {longest['samples']} samples of {longest['steps']:,} steps of {model} each layer's input had an SQNR of "
+        f"{inputs:.1f} dB or more, and each output gradient one of {gradients:.1f} dB or more; E4M3's rounding alone "
+        "gives 31.5 dB, and E5M2's 25.6 dB. In brackets is the step."
+    )
+    rows = []
+    for f in figures:
+        run = f"``{f['level']}``, {f['parameters'] / 1e6:.0f} M"
+        for kind, of in f["operands"].items():
+            numbers = (f"{of[metric]:.{digits}f} ({of[f'{metric}_step']:,})" for metric, digits in _EXTREMES.items())
+            rows.append((run, kind.replace("grad_output", "gradient"), *numbers))
+            run = "\\"
+    header = ("Level, parameters", "operand", "least SQNR, dB", "most underflow, %", "saturation, %")
+    return block(takeaway, simple_table(header, rows), origin(origins))
 
 
 def profiles(path: Path = RESULTS / "profile_h100.jsonl") -> str:

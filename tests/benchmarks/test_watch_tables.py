@@ -55,6 +55,26 @@ def test_profiles_have_one_row_of_bf16_a_case_and_no_column_of_a_part_that_takes
     ]
 
 
+def test_operands_of_the_longest_run_are_named_in_the_sentence(table):
+    def run(level, steps, sqnr):
+        numbers = {"sqnr": sqnr, "underflow": 0.5, "saturation": 0.25}
+        operand = numbers | {f"{name}_step": 1234 for name in numbers}
+        return {
+            "benchmark": "watched", "level": level, "parameters": 2_000_000, "device": "CPU", "steps": steps,
+            "samples": 4, "operands": {"input": operand, "grad_output": operand | {"sqnr": sqnr - 6}},
+        }  # fmt: skip
+
+    sentence, rows = table(watch_tables.watched, run("one", 100, 20.0), run("two", 2000, 31.0))
+    assert "In 4 samples of 2,000 steps of a model of 2 M parameters (CPU)" in sentence.replace("\n", " ")
+    assert "31.0 dB or more" in sentence.replace("\n", " ") and "25.0 dB or more" in sentence.replace("\n", " ")
+    assert [row[:5] for row in rows] == [
+        ["``one``,", "2", "M", "input", "20.0"],
+        ["\\", "gradient", "14.0", "(1,234)", "0.50"],
+        ["``two``,", "2", "M", "input", "31.0"],
+        ["\\", "gradient", "25.0", "(1,234)", "0.50"],
+    ]
+
+
 def test_every_part_of_a_profile_has_a_heading():
     assert set(watch_tables._PARTS) == set(PARTS)
 
