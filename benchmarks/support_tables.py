@@ -10,10 +10,11 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from benchmarks.other_gpus import SHARED
 from benchmarks.record import RESULTS, lines, read
-from benchmarks.rst import block, rst_table, simple_table
+from benchmarks.rst import block, origin, rst_table, simple_table
 
-__all__ = ["gpu_tests", "ran_on", "subject_of", "version_ends", "versions"]
+__all__ = ["gpu_tests", "other_gpus", "ran_on", "subject_of", "version_ends", "versions"]
 
 _ROOT = Path(__file__).parent.parent
 _OUTCOMES = ("passed", "failed", "skipped")
@@ -23,7 +24,7 @@ _SUBJECTS = {  # of tests/gpu, each with beginnings of the names of files; the f
     "CUDA graphs, torch.compile": ("graphs", "compiled"),
     "Trainer, loops, adapters": ("trainer", "faces", "resumed", "peft"),
     "Families of models": ("families",),
-    "Several GPUs": ("multi_gpu", "megatron_two"),
+    "Several GPUs, a network": ("multi_gpu", "megatron_two", "network", "nccl"),
     "Megatron-core, NeMo": ("megatron", "nemo"),
     "Monitor and commands": ("monitor", "profile", "plan", "doctor", "advise", "auto"),
 }
@@ -84,6 +85,27 @@ def version_ends() -> str:
     whole = sum(counts.values(), Counter[str]())
     said = f"With {len(rows)} sets of versions {whole['passed']:,} tests passed on a CPU and {whole['failed']} failed."
     return block(said, simple_table(("Python", *_ENDS, *_OUTCOMES), rows))
+
+
+def other_gpus(path: Path = RESULTS / "other_gpus.jsonl") -> str:
+    """Compute capabilities for which the Triton kernels compile."""
+    origins, figures = read(path)
+    rows = []
+    for f in figures:
+        shared = f"{f['shared_bytes_max'] / 1024:.0f} of {SHARED[f['capability']]}"
+        rows.append((f["capability"], f"{f['compiled']} of {f['forms']}", shared, str(f["by_fp16"])))
+    whole = [f["capability"] for f in figures if f["compiled"] == f["forms"] and not f["over_shared"]]
+    takeaway = (
+        f"All {figures[0]['forms']} forms of {figures[0]['kernels']} Triton kernels compile for compute capability "
+        f"{', '.join(whole)}, and fit into the shared memory there."
+    )
+    header = (
+        "Compute capability",
+        "forms that compile",
+        "shared memory, KiB",
+        "forms that round to FP8 by way of FP16",
+    )
+    return block(takeaway, simple_table(header, rows), origin(origins, "triton"))
 
 
 def gpu_tests() -> str:
