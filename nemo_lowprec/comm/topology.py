@@ -38,13 +38,13 @@ class Machines:
         different numbers of processes, for a ``group`` without some processes of the job, or for other backends than
         NCCL and gloo. The groups are made once for each ``group``, by all processes of the job.
         """
-        device = _DEVICES.get(dist.get_backend(group))
+        device = _timed_by(group)
         if device is None or dist.get_world_size(group) < max(dist.get_world_size(), 4):
             return None
         key = group or dist.group.WORLD
         assert key is not None
         if key not in _made:
-            _made[key] = cls._make(group, torch.device(device))
+            _made[key] = cls._make(group, device)
         return _made[key]
 
     @classmethod
@@ -82,6 +82,13 @@ def second(group: dist.ProcessGroup | None, device: torch.device) -> dist.Proces
     return _seconds[key]
 
 
-_DEVICES = {"nccl": "cuda", "gloo": "cpu"}  # of the tensors whose timeout is that of new groups
+def _timed_by(group: dist.ProcessGroup | None) -> torch.device | None:
+    """The device whose collectives give new groups their timeout; None for other backends than NCCL and gloo."""
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    if backends.get("cuda") == "nccl":
+        return torch.device("cuda")
+    return torch.device("cpu") if backends.get("cpu") == "gloo" else None
+
+
 _made: WeakKeyDictionary[dist.ProcessGroup, Machines | None] = WeakKeyDictionary()
 _seconds: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()

@@ -53,6 +53,9 @@ def run_groups(rank):
         found[places] = None if machines is None else [members(machines.within), members(machines.across)]
     half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     assert machines_by_rank(half) == ["a", "a"] and Machines.of(half) is None
+    os.environ["NCCL_HOSTID"] = PLACES["in turn"][rank]
+    both = dist.new_group(range(4), backend="cpu:gloo,cuda:gloo")  # as torch names what it chooses by itself
+    found["both"] = Machines.of(both) is not None
     return found
 
 
@@ -192,6 +195,7 @@ def test_the_groups_of_machines(ranks):
     for rank, found in enumerate(one["groups"] for one in ranks):
         assert found["in turn"] == [[[0, 1], [2, 3]][rank // 2], [[0, 2], [1, 3]][rank % 2]]
         assert found["mixed"] == [[[0, 3], [1, 2], [1, 2], [0, 3]][rank], [[0, 1], [0, 1], [2, 3], [2, 3]][rank]]
+        assert found["both"]
         assert found["alone"] is found["uneven"] is found["together"] is None
 
 
