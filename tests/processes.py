@@ -55,7 +55,7 @@ def on_processes(
     Lightning's Trainer finds the environment variables of torchrun there, and starts no processes of its own.
     """
     # CUDA does not survive a fork.
-    method = "forkserver" if backend == "gloo" else "spawn"
+    method = "spawn" if "nccl" in backend else "forkserver"
     # Processes find each other by a file: a port that is free now may be taken when they listen on it.
     meeting = Path(tempfile.mkdtemp(dir=folder)) / "store"
     job = (world, free_port(), str(folder), meeting.as_uri(), backend, function, args)
@@ -76,7 +76,7 @@ def _start(
     torch.set_num_threads(1)
     os.environ.pop("PL_GLOBAL_SEED", None)  # of an earlier test's seed_everything: strategies seed by it again
     os.environ.update(environment(rank, world, port))
-    if backend == "nccl":
+    if "nccl" in backend:
         torch.cuda.set_device(rank % torch.cuda.device_count())
         gemm_times.FAMILIES = {"": None}  # small layers stay in FP8 with convert="auto"
     timeout = datetime.timedelta(seconds=SECONDS)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nemo_lowprec.comm.exchange import ExchangeBuffers
 from nemo_lowprec.comm.replicas import Replicas
+from nemo_lowprec.comm.topology import backend_of
 from nemo_lowprec.comm.wire import Messages, Packer, Row, by_rows, mean_of_messages
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors import GradientTensor
@@ -247,7 +248,7 @@ class PlainBucket(Bucket):
         for tensor in sent:
             for see in self._observers.message:
                 see("all_reduce", tensor, 0, "gradient")
-            if dist.get_backend(self.group) == "nccl":
+            if backend_of(self.group, tensor.device.type) == "nccl":
                 self._works.append(dist.all_reduce(tensor, dist.ReduceOp.AVG, self.group, async_op=True))
             else:  # divided before the sum, which could overflow in FP16
                 self._works.append(dist.all_reduce(tensor.div_(self.world), group=self.group, async_op=True))

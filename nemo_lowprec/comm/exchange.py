@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_lowprec.comm.topology import machines_by_rank
+from nemo_lowprec.comm.topology import backend_of, machines_by_rank
 from nemo_lowprec.comm.wire import Messages
 from nemo_lowprec.compat.distributed import timeout_of
 from nemo_lowprec.observers import NOBODY, Observers
@@ -162,7 +162,7 @@ class PeerMemory:
     def try_for(cls, capacity: int, group: dist.ProcessGroup | None, device: torch.device) -> PeerMemory | None:
         """A ``PeerMemory``; None on all processes where one process cannot have it."""
         world = dist.get_world_size(group)
-        if dist.get_backend(group) != "nccl" or not 1 < world <= torch.cuda.device_count():
+        if backend_of(group, "cuda") != "nccl" or not 1 < world <= torch.cuda.device_count():
             return None
         if len(set(machines_by_rank(group))) > 1:
             return None

@@ -18,6 +18,11 @@ from nemo_lowprec.comm.agree import by_rank
 from nemo_lowprec.compat.distributed import timeout_of
 
 
+def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:
+    """Which backend serves tensors on ``device_type``: a group may have one for each, as where torch chooses them."""
+    return dict(part.split(":") for part in dist.get_backend_config(group).split(",")).get(device_type)
+
+
 def machines_by_rank(group: dist.ProcessGroup | None) -> list[str]:
     """The name of each process's machine, in the order of ranks; called on all processes of ``group``."""
     return by_rank(os.environ.get("NCCL_HOSTID") or socket.gethostname(), group)
@@ -84,10 +89,10 @@ def second(group: dist.ProcessGroup | None, device: torch.device) -> dist.Proces
 
 def _timed_by(group: dist.ProcessGroup | None) -> torch.device | None:
     """The device whose collectives give new groups their timeout; None for other backends than NCCL and gloo."""
-    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    if backends.get("cuda") == "nccl":
-        return torch.device("cuda")
-    return torch.device("cpu") if backends.get("cpu") == "gloo" else None
+    for device, backend in (("cuda", "nccl"), ("cpu", "gloo")):
+        if backend_of(group, device) == backend:
+            return torch.device(device)
+    return None
 
 
 _made: WeakKeyDictionary[dist.ProcessGroup, Machines | None] = WeakKeyDictionary()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nemo_lowprec.comm import GradientReducer, exchange
-from nemo_lowprec.comm.topology import Machines, machines_by_rank, second
+from nemo_lowprec.comm.topology import Machines, backend_of, machines_by_rank, second
 from nemo_lowprec.comm.wire import Messages, Packer, mean_of_messages
 from nemo_lowprec.compat.distributed import timeout_of
 from nemo_lowprec.observers import Observer, Observers
@@ -56,6 +56,7 @@ def run_groups(rank):
     os.environ["NCCL_HOSTID"] = PLACES["in turn"][rank]
     both = dist.new_group(range(4), backend="cpu:gloo,cuda:gloo")  # as torch names what it chooses by itself
     found["both"] = Machines.of(both) is not None
+    found["backends"] = [backend_of(group, device) for group in (both, None) for device in ("cpu", "cuda", "xpu")]
     return found
 
 
@@ -195,7 +196,7 @@ def test_the_groups_of_machines(ranks):
     for rank, found in enumerate(one["groups"] for one in ranks):
         assert found["in turn"] == [[[0, 1], [2, 3]][rank // 2], [[0, 2], [1, 3]][rank % 2]]
         assert found["mixed"] == [[[0, 3], [1, 2], [1, 2], [0, 3]][rank], [[0, 1], [0, 1], [2, 3], [2, 3]][rank]]
-        assert found["both"]
+        assert found["both"] and found["backends"] == ["gloo", "gloo", None] * 2
         assert found["alone"] is found["uneven"] is found["together"] is None
 
 

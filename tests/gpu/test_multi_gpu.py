@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_lowprec.comm import GradientReducer
+from nemo_lowprec.comm.exchange import PeerMemory
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.tensors import GradientTensor
 from tests.processes import on_processes
@@ -85,6 +86,12 @@ def reduced(rank):
     return on_cpu(found)
 
 
+def on_both_backends(rank):
+    """As ``reduced``, where the group has gloo for the CPU, too."""
+    peers = PeerMemory.try_for(2**16, None, torch.device("cuda", rank))
+    return {"passes": reduced(rank), "peers": peers is not None}
+
+
 def averaged_pass(reducer, params, seed):
     """A backward pass that ``reducer`` averages; returns this process's gradients before, FP32."""
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -159,6 +166,12 @@ def assert_means(passes):
                 assert torch.equal(got, GradientTensor.from_float((a + b) * 0.5).dequantize())
             else:
                 assert torch.equal(got, a / 2 + b / 2)
+
+
+def test_gpus_copy_between_their_memories_also_in_a_group_with_gloo(tmp_path):
+    ranks = on_processes(2, tmp_path, on_both_backends, backend="cpu:gloo,cuda:nccl")
+    assert_means([rank["passes"] for rank in ranks])
+    assert [rank["peers"] for rank in ranks] == [True, True]
 
 
 @pytest.mark.parametrize("case", ALL)
