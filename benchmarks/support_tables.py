@@ -19,7 +19,7 @@ __all__ = ["gpu_tests", "other_gpus", "ran_on", "subject_of", "version_ends", "v
 _ROOT = Path(__file__).parent.parent
 _OUTCOMES = ("passed", "failed", "skipped")
 _SUBJECTS = {  # of tests/gpu, each with beginnings of the names of files; the first that fits counts
-    "Kernels in Triton": ("triton", "master_step", "low_bit"),
+    "Kernels in Triton": ("triton", "master_step", "low_bit", "other_gpus"),
     "FP8 layers, backends": ("te", "fp8", "flat", "half", "group", "patches", "weight_cache", "torch", "experts"),
     "CUDA graphs, torch.compile": ("graphs", "compiled"),
     "Trainer, loops, adapters": ("trainer", "faces", "resumed", "peft"),

@@ -61,7 +61,6 @@ def watched(path: Path = RESULTS / "watched.jsonl") -> str:
         for kind, of in f["operands"].items():
             numbers = (f"{of[metric]:.{digits}f} ({of[f'{metric}_step']:,})" for metric, digits in _EXTREMES.items())
             rows.append((run, kind.replace("grad_output", "gradient"), *numbers))
-            run = "\\"
     header = ("Level, parameters", "operand", "least SQNR, dB", "most underflow, %", "saturation, %")
     return block(takeaway, simple_table(header, rows), origin(origins))
 
