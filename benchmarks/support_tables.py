@@ -56,7 +56,8 @@ def ran_on() -> str:
         for source in read(path)[0]:
             named = ", ".join(f"{n} {v}" for n in _SHOWN if (v := source["versions"].get(n)))
             gpu = f"{source['gpus']} × {source['gpu']}" if source["gpu"] else "a CPU"
-            found = files.setdefault((gpu, source.get("cuda") or "–", named), [])
+            cuda = source.get("cuda") if source["gpu"] else None  # torch without a GPU can be one built with CUDA
+            found = files.setdefault((gpu, cuda or "–", named), [])
             if path.stem not in found:
                 found.append(path.stem)
     together: dict[tuple[str, ...], Counter[str]] = {}
