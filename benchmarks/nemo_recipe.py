@@ -10,20 +10,22 @@ half precision: NeMo's plugin would keep the first and the last one, which are b
 installed, NeMo's plugin gets this package's repair of Megatron-core's delayed scaling too, and fails without.
 
 ``nemo`` is NeMo's plugin, ``same`` the level with the arguments that make it NeMo's recipe of the name, and ``level``
-the level without arguments. Every run is a process of its own; runs take turns, and rounds repeat that. A figure has
-the losses of the first round, and the median over rounds of the median step after the warm-up; ``of_nemo`` is the time
-of NeMo's plugin over the path's in the same round, the median of them. Figures of levels and paths that are not
-measured again stay.
+the level without arguments. Every run is a process of its own. Processes import NeMo side by side, on a machine with
+CPUs enough, and train one after the other; rounds repeat that. A figure has the losses of the first round, and the
+median over rounds of the median step after the warm-up; ``of_nemo`` is the time of NeMo's plugin over the path's in the
+same round, the median of them. Figures of levels and paths that are not measured again stay.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import tempfile
 import time
 import traceback
 from contextlib import ExitStack, nullcontext
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,10 @@ from typing import Any
 import fiddle as fdl
 import lightning.pytorch as pl
 import torch
-import torch.multiprocessing as mp
 
 from benchmarks.record import Record, arguments, earlier, lines
 from benchmarks.torch_on_cpu import TorchOnCpu
+from benchmarks.turns import in_turns
 from nemo_lowprec import recipes
 
 __all__ = ["LEVELS", "PATHS"]
@@ -160,7 +162,12 @@ def train(level: str, path: str, small: bool) -> dict[str, Any]:
     return {"losses": steps.losses, "seconds": steps.seconds[WARMUP:], "gib": peak / 2**30}
 
 
-def work(index: int, level: str, path: str, small: bool, turn: int, out: str) -> None:
+def prepare() -> None:
+    """Import what takes a minute."""
+    import_module("nemo.collections.llm")
+
+
+def work(level: str, path: str, small: bool, turn: int, out: str) -> None:
     """One process: append what it has trained, or the error, to ``out``."""
     try:
         found = train(level, path, small)
@@ -180,11 +187,13 @@ def main() -> None:
     args = parser.parse_args()
     tokens = BATCH * (_SMALL if args.small else _SIZES)["seq_length"]
     with tempfile.NamedTemporaryFile() as file:
+        jobs = [
+            (level, path, args.small, turn, file.name)
+            for level, turn, path in product(args.levels, range(args.rounds), args.paths)
+            if path != "same" or LEVELS[level]  # without arguments it is the level itself
+        ]
         try:
-            for level, turn, path in product(args.levels, range(args.rounds), args.paths):
-                if path == "same" and not LEVELS[level]:
-                    continue  # the level itself
-                mp.spawn(work, (level, path, args.small, turn, file.name))
+            in_turns(prepare, work, jobs, ahead=max(1, (os.cpu_count() or 1) // 2))
         finally:
             if runs := lines(Path(file.name)):
                 write(args.out, runs, tokens)
