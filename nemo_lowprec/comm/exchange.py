@@ -38,7 +38,7 @@ class CollectiveBuffers:
 
     Args:
         group: the processes; its connections carry all_to_all.
-        gathers: a second group of the same processes, for all_gather: so the means of one bucket travel beside the
+        gathers: another group of the same processes, for all_gather: so the means of one bucket travel beside the
             messages of the next. None where nothing is gathered.
     """
 

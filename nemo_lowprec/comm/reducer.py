@@ -167,12 +167,14 @@ class GradientReducer:
         device = buckets[0].params[0].device
         group = buckets[0].group
         self._peers = self._peer_memory(max(b.layout.bytes for b in buckets), group, device)
-        gathers = second(group, device) if self._peers is None and self._shards is None else None
-        for i, bucket in enumerate(buckets):
-            if self._peers is not None:
+        if self._peers is not None:
+            for i, bucket in enumerate(buckets):
                 bucket.buffers = PeerBuffers(bucket.layout, self._peers, i, self.observers)
-            else:
-                bucket.buffers = CollectiveBuffers(bucket.layout, group, gathers, device, self.observers)
+            return
+        # What is gathered, means or the weights of shards, and what is exchanged have connections of their own.
+        exchanges, gathers = (group, second(group, device)) if self._shards is None else (second(group, device), None)
+        for bucket in buckets:
+            bucket.buffers = CollectiveBuffers(bucket.layout, exchanges, gathers, device, self.observers)
 
     def _peer_memory(self, capacity: int, group: dist.ProcessGroup | None, device: torch.device) -> PeerMemory | None:
         if device.type != "cuda":

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.report import Audit
@@ -117,7 +118,26 @@ def every_case(rank):
     for case in ALL:
         found[case]["blocks"] = run(case, rank, Blocks)
         found[case]["audits"] = {name: audit(case, rank, strategy) for name, strategy in AUDITED.items()}
-    return found
+    return found | {"ways": ways(rank)}
+
+
+class Groups(Callback):
+    def on_train_end(self, trainer, module):
+        self.found = {p.device_mesh.get_group() for p in module.parameters() if isinstance(p, DTensor)}
+
+
+def ways(rank):
+    """The processes of the group that carries FP8 gradients, and whether weights are gathered by it, too."""
+    sent, groups, collective = set(), Groups(), dist.all_to_all_single
+
+    def watched(*args, group, **options):
+        sent.add(group)
+        return collective(*args, group=group, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", watched)
+        run("msamp_o2", rank, callbacks=[groups], max_steps=1)
+    return {"by": [dist.get_process_group_ranks(group) for group in sent], "shared": bool(sent & groups.found)}
 
 
 AUDITED = {"zero3": {}, "zero2": {"reshard_after_forward": False}, "hybrid": {"shard_size": 1}}
@@ -152,6 +172,10 @@ def assert_audited(audits, case, name):
 def ranks(tmp_path_factory):
     """What every case returned on each of two processes, all run by one pair of them."""
     return on_processes(2, tmp_path_factory.mktemp("ranks"), every_case)
+
+
+def test_gradients_travel_beside_the_weights_that_are_gathered(ranks):
+    assert [found["ways"] for found in ranks] == [{"by": [[0, 1]], "shared": False}] * 2
 
 
 @functools.cache
