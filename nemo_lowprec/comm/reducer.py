@@ -172,7 +172,7 @@ class GradientReducer:
                 bucket.buffers = PeerBuffers(bucket.layout, self._peers, i, self.observers)
             return
         # What is gathered, means or the weights of shards, and what is exchanged have connections of their own.
-        exchanges, gathers = (group, second(group, device)) if self._shards is None else (second(group, device), None)
+        exchanges, gathers = (group, second(group)) if self._shards is None else (second(group), None)
         for bucket in buckets:
             bucket.buffers = CollectiveBuffers(bucket.layout, exchanges, gathers, device, self.observers)
 

@@ -27,7 +27,7 @@ class Replicas:
         blocks = torch.Size((message.chunk, BLOCK))
         self._layout = Messages.in_turn([blocks], dist.get_world_size(group))
         self._packer = Packer(self._layout)
-        self._buffers = CollectiveBuffers(self._layout, group, second(group, device), device, observers)
+        self._buffers = CollectiveBuffers(self._layout, group, second(group), device, observers)
         self._nonfinite = torch.zeros(1, device=device, dtype=torch.float32)
 
     def _row(self, message: Tensor) -> Row:

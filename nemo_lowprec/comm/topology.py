@@ -68,20 +68,23 @@ class Machines:
         return cls(within, across)
 
 
-def second(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
+def second(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Another process group of the processes of ``group``, made once for each ``group``, by all its processes.
 
-    Collectives of both groups run at the same time: each group has connections of its own, and in NCCL a stream.
+    Collectives of both groups run at the same time: each group has connections of its own, and in NCCL a stream. With
+    other backends than NCCL and gloo it is ``group`` itself.
 
     Args:
         group: None for all processes.
-        device: of the tensors that the collectives take.
     """
     key = group or dist.group.WORLD
     assert key is not None
+    device = _timed_by(key)
+    if device is None:
+        return key
     if key not in _seconds:
         _seconds[key] = dist.new_group(
-            dist.get_process_group_ranks(key), timeout_of(group, device), dist.get_backend(group),
+            dist.get_process_group_ranks(key), timeout_of(key, device), dist.get_backend(key),
             use_local_synchronization=True,
         )  # fmt: skip
     return _seconds[key]

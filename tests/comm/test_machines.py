@@ -162,9 +162,9 @@ def run_ways(rank):
         patch.setattr(dist, "all_to_all_single", watched("all_to_all", dist.all_to_all_single))
         patch.setattr(exchange, "_all_gather", watched("all_gather", exchange._all_gather))
         GradientReducer(make(rank), whole, wire, bucket_bytes=600).reduce()
-    twin = second(whole, torch.device("cpu"))
-    same = twin is second(whole, torch.device("cpu")) and members(twin) == members(whole)
-    seconds = timeout_of(second(None, torch.device("cpu")), torch.device("cpu")).total_seconds()
+    twin = second(whole)
+    same = twin is second(whole) and members(twin) == members(whole)
+    seconds = timeout_of(second(None), torch.device("cpu")).total_seconds()
     return {"ways": sorted(ways), "same": same, "timeout": seconds}
 
 
