@@ -29,7 +29,7 @@ class Gap:
         level: name in the chart.
         percent: mean over seeds, at the end.
         half: half the width of its interval of 95 %.
-        change: what the gap grew by over the second half of the training, in points.
+        change: growth of the gap over the second half of the training, in points.
         change_half: half the width of the interval of ``change``.
     """
 
@@ -41,6 +41,7 @@ class Gap:
 
 
 def percent(loss: float, base: float) -> float:
+    """How far ``loss`` lies above ``base``, in percent of ``base``."""
     return 100 * (loss / base - 1)
 
 
@@ -83,7 +84,7 @@ def text_error(run: Sequence[float], base: Sequence[float]) -> float:
 
 
 def change_over(steps: Sequence[int], gaps: Sequence[float]) -> tuple[float, float]:
-    """What a line through ``gaps`` rises by from the first step to the last, and half the width of its interval."""
+    """The rise of a straight line through ``gaps`` from the first step to the last, and half its interval's width."""
     line = stats.linregress(steps, gaps)
     span = steps[-1] - steps[0]
     sure = stats.t.ppf(_SURE, len(steps) - 2)
@@ -97,8 +98,7 @@ def gaps_at_length(runs: Runs) -> dict[str, Gap]:
     pairs: dict[str, list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
     for spec, run in runs.items():
         base = runs.get(Spec(BASELINE, "", spec.seed, STEPS, STEPS))
-        whole = spec.steps == spec.stop == STEPS and spec.variant in ("", "watched")
-        if whole and base is not None and base is not run:
+        if spec.is_whole and base is not None and base is not run:
             pairs[spec.level].append((run, base))
     found = {}
     for level, of in pairs.items():

@@ -52,6 +52,11 @@ class Spec:
     steps: int
     stop: int
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the run has ``STEPS`` steps, at the level's own arguments."""
+        return self.steps == self.stop == STEPS and self.variant in ("", "watched")
+
     @classmethod
     def parse(cls, text: str) -> Spec:
         row, _, rest = text.partition(":")

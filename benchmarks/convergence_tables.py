@@ -27,8 +27,7 @@ def runs() -> dict[Spec, dict[str, Any]]:
 def _whole() -> dict[str, dict[str, Any]]:
     """The whole run of each level with seed 0."""
     return {
-        spec.level: run for spec, run in runs().items()
-        if spec.seed == 0 and spec.steps == spec.stop == STEPS and spec.variant in ("", "watched")
+        spec.level: run for spec, run in runs().items() if spec.seed == 0 and spec.is_whole
     }  # fmt: skip
 
 

@@ -77,7 +77,7 @@ class Net(pl.LightningModule):
 def trainer(
     plugins: Any, callbacks: list[Callback], device: str = "cpu", devices: int = 2, **options: Any
 ) -> pl.Trainer:  # fmt: skip
-    """Of two processes, ``devices`` on each machine, which writes nothing by itself."""
+    """A Trainer of two processes, ``devices`` on each machine; it writes nothing by itself."""
     return pl.Trainer(
         accelerator="gpu" if device == "cuda" else device, devices=devices, num_nodes=2 // devices,
         plugins=plugins, callbacks=callbacks, logger=False, use_distributed_sampler=False,

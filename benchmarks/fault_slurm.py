@@ -27,7 +27,7 @@ class Slurm:
         script.chmod(0o755)
 
     def environment(self, rank: int, machines: int = 1) -> dict[str, str]:
-        """What Slurm sets for one process of 1 or 2 machines, with ``scontrol`` in front of the path."""
+        """The environment variables of Slurm for one process of 1 or 2 machines, ``scontrol`` first in the path."""
         tasks = 2 // machines
         numbers = {
             "PROCID": rank, "LOCALID": rank % tasks, "NODEID": rank // tasks, "NTASKS": 2, "NTASKS_PER_NODE": tasks,

@@ -163,7 +163,7 @@ def train(level: str, path: str, small: bool) -> dict[str, Any]:
 
 
 def prepare() -> None:
-    """Import what takes a minute."""
+    """Import NeMo, which takes a minute."""
     import_module("nemo.collections.llm")
 
 

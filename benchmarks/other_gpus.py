@@ -24,7 +24,7 @@ _BY_FP16 = re.compile(r"cvt\.rz\.f16(x2)?\.f32")  # FP32 to FP16 on the way to F
 
 
 class Compiled(NamedTuple):
-    """What became of one form.
+    """The result of one form.
 
     Attributes:
         error: the last line of the compiler's error; empty where it compiled.

@@ -15,7 +15,7 @@ FORKING.set_forkserver_preload(IMPORTED)
 
 
 def environment(rank: int, world: int, port: int, machines: int = 1) -> dict[str, str]:
-    """What torchrun sets for one process, and ``host`` for its machine."""
+    """The environment variables of torchrun for one process, and of ``host`` for its machine."""
     local_world = world // machines
     numbers = {
         "RANK": rank, "LOCAL_RANK": rank % local_world, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local_world,

@@ -18,7 +18,7 @@ def in_turns(
     """Call ``work(*job)`` for each job in order, in a process of its own that has called ``prepare()`` before.
 
     Args:
-        prepare: what takes long and uses no GPU, such as imports.
+        prepare: work that takes long and uses no GPU, such as imports.
         ahead: processes that are there at a time, the working one included.
 
     Raises:

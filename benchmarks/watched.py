@@ -1,4 +1,4 @@
-"""What FP8 did to the operands and the weights of watched runs: one figure for each part of each run.
+"""Errors of rounding in the operands and weights of watched runs, over all their samples: a figure a run.
 
     nemo-lowprec pretrain monitor=on monitor.every_n_steps=1 hydra.run.dir=runs/first
     python -m benchmarks.watched runs/first

@@ -171,7 +171,7 @@ class GradientReducer:
             for i, bucket in enumerate(buckets):
                 bucket.buffers = PeerBuffers(bucket.layout, self._peers, i, self.observers)
             return
-        # What is gathered, means or the weights of shards, and what is exchanged have connections of their own.
+        # Gathers, of means or of the weights of shards, and exchanges have connections of their own.
         exchanges, gathers = (group, second(group)) if self._shards is None else (second(group), None)
         for bucket in buckets:
             bucket.buffers = CollectiveBuffers(bucket.layout, exchanges, gathers, device, self.observers)
