@@ -117,8 +117,12 @@ def main(
         torch.cuda.set_device(int(env["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_WAIT)
     plugins = [plugin(level, device), *([SLURMEnvironment()] if requeues else [])]
-    with _megatron(device) if strategy == "megatron" else nullcontext():
-        _train(rank, folder, strategy, plugins, callbacks, validates, device, int(env["LOCAL_WORLD_SIZE"]))
+    try:
+        with _megatron(device) if strategy == "megatron" else nullcontext():
+            _train(rank, folder, strategy, plugins, callbacks, validates, device, int(env["LOCAL_WORLD_SIZE"]))
+    finally:
+        if device == "cuda":  # as Lightning does at a process's exit: to NCCL a process that just ends has failed
+            dist.destroy_process_group()
 
 
 def _megatron(device: str) -> AbstractContextManager[Any]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
 from functools import partial
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +23,14 @@ CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 # KiB of shared memory that a block may have: CUDA C++ Programming Guide, technical specifications.
 SHARED = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}
 _BY_FP16 = re.compile(r"cvt\.rz\.f16(x2)?\.f32")  # FP32 to FP16 on the way to FP8
+_ASSEMBLER = re.compile(r"; error\s*: (.+)")
 
 
 class Compiled(NamedTuple):
     """The result of one form.
 
     Attributes:
-        error: the last line of the compiler's error; empty where it compiled.
+        error: of ``reason``; empty where it compiled.
         shared: bytes of shared memory of a block.
         by_fp16: whether numbers go from FP32 through FP16 to FP8, which rounds twice.
     """
@@ -54,12 +57,21 @@ def compiled(form: dict[str, Any], capability: str) -> Compiled:
     attributes = dict(zip(map(tuple, form["attrs_keys"]), form["attrs_vals"], strict=True))
     source = ASTSource(kernel, form["signature"], constants, attributes)
     try:
-        made = triton.compile(source, GPUTarget("cuda", int(capability.replace(".", "")), 32), form["options"])
+        with redirect_stdout(StringIO()):  # where the assembler fails, Triton prints all of its input
+            made = triton.compile(source, GPUTarget("cuda", int(capability.replace(".", "")), 32), form["options"])
     except Exception as error:  # of the compiler or the assembler
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return Compiled(f"{type(error).__name__}: {lines[-1] if lines else ''}")
+        return Compiled(reason(error))
     casts = "e4m3x2" in made.asm["ptx"]
     return Compiled("", made.metadata.shared, casts and bool(_BY_FP16.search(made.asm["ptx"])))
+
+
+def reason(error: BaseException) -> str:
+    """What the compiler or the assembler says, without places in the code."""
+    while error.__cause__:  # the compiler names the place in the kernel around the error itself
+        error = error.__cause__
+    text = str(error).strip()
+    assembler = _ASSEMBLER.search(text)
+    return f"{type(error).__name__}: {assembler[1] if assembler else text.splitlines()[-1] if text else ''}"
 
 
 def summary(capability: str, forms: list[dict[str, Any]], found: list[Compiled]) -> dict[str, Any]:

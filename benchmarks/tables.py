@@ -103,6 +103,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "version_ends": support_tables.version_ends,
     "ran_on": support_tables.ran_on,
     "gpu_tests": support_tables.gpu_tests,
+    "other_gpus": support_tables.other_gpus,
     **level_tables.LEVEL_TABLES,
     "headlines": headline_tables.headlines,
     "headline_models": _shown("everyday_picture", "benchmarks/results"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import kernel_forms, support_tables
-from benchmarks.other_gpus import CAPABILITIES, SHARED, Compiled, summary
+from benchmarks.other_gpus import CAPABILITIES, SHARED, Compiled, reason, summary
 
 FORMS = [{"kernel": "small"}, {"kernel": "large"}, {"kernel": "large"}]
 
@@ -49,3 +49,13 @@ def test_the_models_train(level, name):
     before = [p.detach().clone() for p in model.parameters()]
     kernel_forms.train(level, model, batch, torch.device("cpu"))
     assert any(not torch.equal(p.detach().float(), b.float()) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_reason_is_what_the_assembler_or_the_innermost_error_says():
+    assembler = RuntimeError("PTXAS error\nptxas /tmp/x.ptx, line 3; error   : Feature 'f' requires sm_90\nptxas fatal")
+    inner = ValueError("at 1:0:\n  x = y\n      ^\ntype fp8e4nv not supported")
+    outer = RuntimeError("at 2:0:\n ^")
+    outer.__cause__ = inner
+    assert reason(assembler) == "RuntimeError: Feature 'f' requires sm_90"
+    assert reason(outer) == "ValueError: type fp8e4nv not supported"
+    assert reason(RuntimeError()) == "RuntimeError: "
