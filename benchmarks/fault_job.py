@@ -121,7 +121,7 @@ def main(
         with _megatron(device) if strategy == "megatron" else nullcontext():
             _train(rank, folder, strategy, plugins, callbacks, validates, device, int(env["LOCAL_WORLD_SIZE"]))
     finally:
-        if device == "cuda":  # as Lightning does at a process's exit: to NCCL a process that just ends has failed
+        if device == "cuda":  # as Lightning does at exit; without it NCCL reports the process as failed
             dist.destroy_process_group()
 
 

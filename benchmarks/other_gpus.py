@@ -30,7 +30,7 @@ class Compiled(NamedTuple):
     """The result of one form.
 
     Attributes:
-        error: of ``reason``; empty where it compiled.
+        error: the message of ``reason``; empty where the form compiled.
         shared: bytes of shared memory of a block.
         by_fp16: whether numbers go from FP32 through FP16 to FP8, which rounds twice.
     """
@@ -66,7 +66,7 @@ def compiled(form: dict[str, Any], capability: str) -> Compiled:
 
 
 def reason(error: BaseException) -> str:
-    """What the compiler or the assembler says, without places in the code."""
+    """The message of the compiler or of the assembler, without places in the code."""
     while error.__cause__:  # the compiler names the place in the kernel around the error itself
         error = error.__cause__
     text = str(error).strip()

@@ -100,7 +100,7 @@ def other_gpus(path: Path = RESULTS / "other_gpus.jsonl") -> str:
         f"All {figures[0]['forms']} forms of {figures[0]['kernels']} Triton kernels compile for compute capability "
         f"{', '.join(whole)}, and fit into the shared memory there."
     )
-    header = ("Compute capability", "forms that compile", "shared memory, KiB", "forms that round twice")
+    header = ("Compute capability", "forms that compile", "shared KiB", "forms that round twice")
     return block(takeaway, simple_table(header, rows), origin(origins, "triton"))
 
 
