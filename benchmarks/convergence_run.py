@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import nemo_lowprec
-from benchmarks.convergence_text import KINDS
+from benchmarks.convergence_text import KINDS, digest
 from nemo_lowprec import PrecisionMonitor
 from nemo_lowprec.data import TextDataModule
 from nemo_lowprec.data.packed import PackedDataset
@@ -215,6 +215,7 @@ def train(spec: Spec, data: Path, state: Path, deadline: float) -> None:
         "level": spec.level,
         "variant": spec.variant,
         "seed": spec.seed,
+        "text": digest(data),
         "steps": spec.stop,
         "tokens": spec.stop * SEQUENCE * BATCH,
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -19,8 +19,15 @@ _FILE = RESULTS / "convergence_h200.jsonl"
 
 
 def runs() -> dict[Spec, dict[str, Any]]:
-    """The runs that ended, in the chart's order."""
+    """The runs that ended, in the chart's order.
+
+    Raises:
+        ValueError: runs of different texts, whose losses cannot be compared.
+    """
     found = {Spec.parse(f["run"]): f for f in read(_FILE)[1] if f["benchmark"] == "convergence"}
+    texts = {run["text"] for run in found.values()}
+    if len(texts) > 1:
+        raise ValueError(f"{_FILE.name} has runs of the texts {', '.join(sorted(texts))}: keep those of one text.")
     return dict(sorted(found.items(), key=lambda item: (list(CHART).index(item[0].level), str(item[0]))))
 
 

@@ -1,7 +1,9 @@
 """The text of the convergence runs: the sources of Linux and of Python packages, prepared and packed.
 
-    apt-get download linux-source-6.1 && dpkg-deb -x linux-source-6.1_*.deb debian
-    python -m benchmarks.convergence_text debian/usr/src/linux-source-6.1.tar.xz --python FOLDER --out data/convergence
+    apt-get download linux-source-6.1=6.1.176-1 && dpkg-deb -x linux-source-6.1_*.deb debian
+    pip install --no-deps --target python django==5.2.9 sympy==1.14.0 transformers==5.17.0 networkx==3.6.1 \\
+        ansible-core==2.19.14 twisted==26.10.0
+    python -m benchmarks.convergence_text debian/usr/src/linux-source-6.1.tar.xz --python python --out data/convergence
 
 Files above 256 kB and AMD's register headers are generated tables, and are left out. Beside the prepared data lies
 ``kinds.bin/.idx``: for each token of the validation data its kind, of ``KINDS``, by Pygments' lexers of C and Python.
@@ -10,6 +12,7 @@ Files above 256 kB and AMD's register headers are generated tables, and are left
 from __future__ import annotations
 
 import argparse
+import hashlib
 import shutil
 import tarfile
 import tempfile
@@ -103,6 +106,16 @@ def write_kinds(prepared: PreparedData, documents: list[Document]) -> dict[str, 
     return dict(zip(KINDS, count.tolist(), strict=True))
 
 
+def digest(data: Path) -> str:
+    """16 hexadecimal digits that tell prepared texts apart, of SHA-256 over the tokens for training and validation."""
+    found = hashlib.sha256()
+    for name in ("train.bin", "validation.bin"):
+        with (data / name).open("rb") as file:
+            while piece := file.read(1 << 24):
+                found.update(piece)
+    return found.hexdigest()[:16]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("linux", type=Path, help="the archive of linux-source")
@@ -120,7 +133,7 @@ def main() -> None:
         documents = limit_bytes(list_documents(texts), args.max_bytes, 0)
         _, validation = split_documents(documents, 0.01, 0)
         kinds = write_kinds(prepared, validation)
-    print(prepared.record["train"], prepared.record["validation"], kinds)
+    print(digest(prepared.path), prepared.record["train"], prepared.record["validation"], kinds)
 
 
 if __name__ == "__main__":

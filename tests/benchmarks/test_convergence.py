@@ -11,7 +11,7 @@ from pygments.lexers import CLexer
 
 from benchmarks import convergence_run
 from benchmarks.convergence_run import Spec, train
-from benchmarks.convergence_text import KINDS, kinds_of, write_kinds
+from benchmarks.convergence_text import KINDS, digest, kinds_of, write_kinds
 from nemo_lowprec.data import PreparedData, prepare_data
 from nemo_lowprec.data.corpus import list_documents, split_documents
 from nemo_lowprec.data.packed import PackedDataset
@@ -102,6 +102,7 @@ def test_a_run_in_pieces_ends_as_a_run_without_a_pause(
     assert (whole.pop("pieces"), parts.pop("pieces")) == (1, 4)
     assert min(whole.pop("seconds"), parts.pop("seconds")) > 0
     assert whole == parts
+    assert whole["text"] == digest(data.path)
     assert len(whole["train_loss"]) == 6 and list(whole["validations"]) == ["4", "8", "12"]
     kinds = whole["by_kind"]
     loss = sum(k["loss"] * k["tokens"] for k in kinds.values()) / sum(k["tokens"] for k in kinds.values())

@@ -21,7 +21,8 @@ def run(spec: Spec, gap: float) -> dict:
     blocks = [times * text.uniform(0.9, 1.3) for _ in range(64)]
     kinds = {"comment": (100, 2.0, 0.5), "keyword": (50, 0.9, 0.7 - gap / 100)}
     return {
-        "benchmark": "convergence", "run": str(spec), "tokens": 32_768 * spec.stop, "loss": sum(blocks) / len(blocks),
+        "benchmark": "convergence", "run": str(spec), "text": "a1", "tokens": 32_768 * spec.stop,
+        "loss": sum(blocks) / len(blocks),
         "blocks": blocks,
         "validations": {str(s): times * (1 + 9 / s) for s in range(VALIDATE, spec.stop + 1, VALIDATE)},
         "train_loss": [times * (1 + 9 / s) for s in range(128, spec.stop + 1, 128)],
@@ -103,3 +104,14 @@ def test_the_tables_say_what_was_found(runs: dict[Spec, dict], tmp_path: Path, m
     picture = convergence_tables.curves_picture()
     picture.draw(tmp_path)
     assert picture.data.marks == 5 and (tmp_path / picture.file).stat().st_size > 10_000
+
+
+def test_runs_of_different_texts_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = [Spec(level, "", 0, STEPS, STEPS) for level in ENDS]
+    lines = [{"command": "python -m benchmarks.convergence"}, *(run(spec, 0.0) for spec in specs)]
+    lines[-1]["text"] = "b2"
+    file = tmp_path / "convergence.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.setattr(convergence_tables, "_FILE", file)
+    with pytest.raises(ValueError, match="texts a1, b2"):
+        convergence_tables.runs()
