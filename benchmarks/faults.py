@@ -113,7 +113,7 @@ def table(figures: list[dict[str, Any]], forms: list[str]) -> str:
 def run(
     bench: Bench, faults: list[str], forms: list[str], trials: int, jobs: int, seed: int, seconds: float | None = None
 ) -> tuple[_Trials, list[dict[str, Any]]]:
-    """Make all trials that end within ``seconds``: their outcomes by fault and form, and what failed."""
+    """Make all trials that end within ``seconds`` and before SIGINT: outcomes by fault and form, and what failed."""
     outcomes: _Trials = defaultdict(list)
     failures = []
     start = time.monotonic()
@@ -139,6 +139,8 @@ def run(
             )  # fmt: skip
     except TimeoutError:
         print(f"\n{seconds:.0f} s are over.", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
     finally:
         bench.stop()
         pool.shutdown(wait=False, cancel_futures=True)  # what has been found is written, whatever still hangs

@@ -115,12 +115,10 @@ def bare(name: str, world: int) -> tuple[float, float]:
 
     from nemo_lowprec.megatron import ParallelLayout
     from nemo_lowprec.megatron.chunks import fuse_weight_gradients
-    from nemo_lowprec.megatron.delayed import mend_delayed_scaling
     from nemo_lowprec.models.megatron_llama import build_gpt, gpt_architecture
 
     layout = ParallelLayout()
     layout.initialize()
-    mend_delayed_scaling()
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     settings = plugin(name).megatron()
     fields = {**layout.fields(), **settings.model}

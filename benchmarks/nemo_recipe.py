@@ -6,8 +6,7 @@
 For an environment of its own, which has NeMo (docs/megatron.rst). ``llm.llama3_8b.pretrain_recipe`` is cut to two
 layers, one process and a global batch of four sequences; its learning rate warms up over four steps. Its MockDataModule
 draws tokens from the first thousand of the vocabulary, so that the loss can fall. At current scaling no layer stays in
-half precision: NeMo's plugin would keep the first and the last one, which are both. Where Transformer Engine 2 is
-installed, NeMo's plugin gets this package's repair of Megatron-core's delayed scaling too, and fails without.
+half precision: NeMo's plugin would keep the first and the last one, which are both.
 
 ``nemo`` is NeMo's plugin, ``same`` the level with the arguments that make it NeMo's recipe of the name, and ``level``
 the level without arguments. Every run is a process of its own. Processes import NeMo side by side, on a machine with
@@ -107,10 +106,6 @@ def plugin(level: str, path: str) -> Any:
     config = getattr(mixed_precision, level)()
     if "current_scaling" in level:
         config.first_last_layers_bf16 = False
-    if level.endswith("with_fp8_mixed") and torch.cuda.is_available():
-        from nemo_lowprec.megatron.delayed import mend_delayed_scaling
-
-        mend_delayed_scaling()
     return config
 
 

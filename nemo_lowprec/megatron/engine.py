@@ -30,7 +30,6 @@ from nemo_lowprec.grads import LossScale
 from nemo_lowprec.megatron import columns
 from nemo_lowprec.megatron.chunks import cast_parameters, unwrapped, wrap
 from nemo_lowprec.megatron.context import part_of_sequence
-from nemo_lowprec.megatron.delayed import mend_delayed_scaling
 from nemo_lowprec.megatron.optimizer_step import Stepper
 from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.settings import MegatronSettings
@@ -124,7 +123,6 @@ class MegatronEngine:
         return fields
 
     def _new_parts(self, module: Any, fields: dict[str, Any], seed: int) -> list[nn.Module]:
-        mend_delayed_scaling()
         stage, last = parallel_state.get_pipeline_model_parallel_rank(), self.layout.pipeline - 1
         # As in Megatron-LM: stages have different random states, data-parallel processes have the same.
         tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * stage)

@@ -42,7 +42,7 @@ def dtype_config(options: Options) -> Any:
     if model["fp4"] is not None:
         decided["fp4_recipe"] = model["fp4_recipe"]
     if model["fp8"] is not None:
-        decided |= {"fp8_recipe": model["fp8_recipe"], "fp8_wgrad": True}
+        decided |= {name: model[name] for name in ("fp8_recipe", "fp8_wgrad")}
         decided |= {name: model.get(name, default) for name, default in _FIRST_LAST.items()}
         decided["reuse_grad_buf_for_mxfp8_param_ag"] = False  # for stored MXFP8 weights, which no level has
         if model["fp8_recipe"] == "delayed":

@@ -8,7 +8,6 @@ Source: nemo-toolkit 2.7.3 (``MegatronStrategy``, ``MegatronParallel``, ``Megatr
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack
 from typing import Any
 
@@ -126,14 +125,3 @@ def take_over(strategy: Any, level: PrecisionLevel, dtype_config: Any) -> NemoPr
     strategy.precision_plugin = strategy.megatron_parallel.precision_plugin = plugin
     strategy.megatron_parallel.convert_module_fn = plugin.convert_module
     return plugin
-
-
-def before_build(level: PrecisionLevel) -> None:
-    """Call ``mend_delayed_scaling`` before a model is built, as its layers may ask Megatron-core for a recipe.
-
-    NeMo has imported Transformer Engine by then, if it is installed.
-    """
-    if level.scaling == "delayed" and all(map(sys.modules.get, ("megatron.core", "transformer_engine.pytorch"))):
-        from nemo_lowprec.megatron.delayed import mend_delayed_scaling
-
-        mend_delayed_scaling()

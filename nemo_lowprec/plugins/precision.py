@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -133,11 +133,6 @@ class LowPrecision(nemo.SavedByNemo, Precision):
             if self._signals.evaluates_in_step:
                 agreement.check_evaluation(self._signals.trainer)
             self._signals.before_evaluation_step()
-
-    @override
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        nemo.before_build(self.level)
-        return super().module_init_context()
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:

@@ -1,8 +1,11 @@
 """A small part of the faults that the benchmark counts; and that it counts what is not survived."""
 
+import os
 import random
+import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -49,6 +52,35 @@ def test_no_trial_outlives_the_time_that_there_is(tmp_path):
     start = time.monotonic()
     outcomes, failures = run(Bench(tmp_path, mounts=False), ["hang"], ["lowprec_ddp"], 4, jobs=2, seed=0, seconds=3)
     assert time.monotonic() - start < TIMEOUT and not outcomes and not failures
+
+
+def test_sigint_keeps_what_was_found(tmp_path):
+    read, stopped = threading.Event(), threading.Event()
+
+    class Read:
+        @property
+        def survived(self):
+            read.set()
+            return True
+
+    class Interrupted(Bench):
+        def trial(self, fault, form, level, name):
+            if name.endswith("-0"):
+                return Read()
+            assert read.wait(60)
+            os.kill(os.getpid(), signal.SIGINT)
+            stopped.wait(60)
+            return Outcome()
+
+        def stop(self):
+            stopped.set()
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        outcomes, failures = run(Interrupted(tmp_path, False), ["hang"], ["lowprec_ddp"], 3, jobs=1, seed=0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert [len(found) for found in outcomes.values()] == [1] and not failures
 
 
 def test_figures_of_other_faults_and_forms_stay(tmp_path, monkeypatch):

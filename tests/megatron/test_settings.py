@@ -71,6 +71,7 @@ def test_row_becomes_the_tables_settings(case):
     else:
         assert (model["fp4"], model["fp8"] or "-") == (None, row["gemm"])
         assert not model["fp8"] or model["fp8_recipe"] == optimizer["fp8_recipe"] == row["recipe"]
+        assert not model["fp8"] or model["fp8_wgrad"] is True
     assert optimizer["fp8_recipe"] == (model["fp8_recipe"] if model["fp8"] else None)
     assert settings.fp8_weights == model["fp8_param"] == ddp["fp8_param_gather"] == (row["fp8_w"] == "yes")
     assert settings.master_weight == DTYPES[row["master"]]
