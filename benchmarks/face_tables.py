@@ -18,7 +18,7 @@ _TE: tuple[dict[str, Any], ...] = (
     {"fp8_format": "E4M3"},
     {"fp8_format": "E5M2"},
     {"amax_history_len": 16},
-    {"amax_compute_algo": "max"},
+    {"amax_compute_algo": "most_recent"},
     {"override_linear_precision": (False, False, True)},
     {"use_mxfp8_block_scaling": True},
     {"opt_level": "O1"},
@@ -33,18 +33,17 @@ def accelerate_settings() -> str:
     """Each setting of Accelerate's FP8, with a value, and what ``level_of`` makes of it."""
     quiet = {"use_autocast_during_eval": True}
     level, defaults = level_of({"backend": "TE", **quiet})
-    rows = [("``backend: TE``", f"``{level}``, with Accelerate's defaults: {_call(defaults)}")]
-    for setting in _TE:
-        try:
-            _, found = level_of({"backend": "TE", **quiet, **setting})
-            cell = _call({name: value for name, value in found.items() if value != defaults[name]})
-        except (TypeError, ValueError) as error:
-            cell = f"Refused: {_literal(str(error))}"
-        rows.append((_setting(setting), cell))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        level_of({"backend": "TE"})
-    rows.append(("``use_autocast_during_eval: False``", f"A warning: {_literal(str(caught[0].message))}"))
+    rows = [("``backend: TE``", f"``{level}``, as Transformer Engine under Accelerate: {_call(defaults)}")]
+    for setting in (*_TE, {"use_autocast_during_eval": False}):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                _, found = level_of({"backend": "TE", **quiet, **setting})
+                changed = _call({name: value for name, value in found.items() if value != defaults[name]})
+                cells = [changed, *(f"A warning: {_literal(str(warning.message))}" for warning in caught)]
+            except (TypeError, ValueError) as error:
+                cells = [f"Refused: {_literal(str(error))}"]
+        rows.append((_setting(setting), ". ".join(filter(None, cells))))
     for setting in _OTHERS:
         try:
             cell = f"``{level_of(setting)[0]}``"

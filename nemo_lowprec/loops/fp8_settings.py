@@ -8,12 +8,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-_TE: dict[str, Any] = {  # Accelerate's names and defaults
+_TE: dict[str, Any] = {  # Accelerate's names, and what Transformer Engine computes with where a setting is left out
     "margin": 0,
     "interval": 1,
     "fp8_format": "HYBRID",
     "amax_history_len": 1024,
-    "amax_compute_algo": "most_recent",
+    "amax_compute_algo": "max",  # Accelerate's default is most_recent, but Accelerate passes no defaults on
     "override_linear_precision": (False, False, False),
     "use_autocast_during_eval": False,
     "use_mxfp8_block_scaling": False,
@@ -34,14 +34,16 @@ _ARGUMENTS = {
     "amax_compute_algo": "fp8_amax_compute_algo",
 }
 _FORMATS = {"HYBRID": "hybrid", "E4M3": "e4m3"}
+# Arguments that DelayedScaling no longer has: the recipes of Transformer Engine 2.20 ignore unknown arguments.
+_DROPPED = {"interval": 1, "override_linear_precision": (False, False, False)}
 
 
 def level_of(settings: Any) -> tuple[str, dict[str, Any]]:
     """The level that Accelerate's FP8 settings describe, and its arguments.
 
     Backend ``TE`` is ``te_fp8``: FP32 weights, GEMMs in FP8 with delayed scaling. ``MSAMP`` is ``msamp_o1``,
-    ``msamp_o2`` or ``msamp_o3``, which Accelerate itself does not have. Settings that are left out have Accelerate's
-    defaults.
+    ``msamp_o2`` or ``msamp_o3``, which Accelerate itself does not have. A setting that is left out has the value that
+    Transformer Engine gets under Accelerate. A warning names each setting that has no effect there and has one here.
 
     Args:
         settings: ``TERecipeKwargs``, ``MSAMPRecipeKwargs`` or ``FP8RecipeKwargs``; a mapping as the ``fp8_config`` of a
@@ -74,6 +76,16 @@ def level_of(settings: Any) -> tuple[str, dict[str, Any]]:
     return _of_te(chosen) if backend == "TE" else _of_msamp(chosen)
 
 
+def heard_here_alone(options: Mapping[str, Any]) -> list[str]:
+    """A sentence for each of a level's arguments that has an effect here and that Transformer Engine ignores."""
+    return [
+        f"{name}={options[name]!r} has an effect here. Transformer Engine 2.20 ignores it: leave it out to train as "
+        "there."
+        for name, default in _DROPPED.items()
+        if options.get(name, default) != default
+    ]
+
+
 def _settings(given: Any) -> dict[str, Any]:
     """The settings by Accelerate's names, those of a recipe object without the defaults."""
     if isinstance(given, str | PathLike):
@@ -90,8 +102,9 @@ def _settings(given: Any) -> dict[str, Any]:
     backend = _BACKENDS.get(name) or given.backend
     if backend == "AO":
         return {"backend": backend}
-    defaults = {**_TE, **_MSAMP}
-    return {"backend": backend, **{n: v for n, v in vars(given).items() if v not in (None, defaults.get(n, v))}}
+    defaults = {**_TE, **_MSAMP, "amax_compute_algo": "most_recent"}
+    chosen = {n: v for n, v in vars(given).items() if v not in (None, defaults.get(n, v))}
+    return {"backend": backend, **chosen}
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -115,14 +128,22 @@ def _of_te(chosen: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         raise ValueError(
             f"fp8_format={chosen['fp8_format']!r} must be HYBRID or E4M3: weights in E5M2 are for evaluation alone."
         )
-    if not chosen["use_autocast_during_eval"]:
-        warnings.warn(
-            "use_autocast_during_eval=False, Accelerate's default, has no effect: converted layers compute in FP8 in "
-            "evaluation, too. Set use_autocast_during_eval=True to agree.",
-            stacklevel=3,
-        )
     arguments = {ours: chosen[name] for name, ours in _ARGUMENTS.items()}
-    return "te_fp8", {"fp8": fp8, **arguments, "override_linear_precision": _three(chosen["override_linear_precision"])}
+    arguments["override_linear_precision"] = _three(chosen["override_linear_precision"])
+    said = heard_here_alone(arguments)
+    if chosen["amax_compute_algo"] == "most_recent":
+        said.append(
+            "amax_compute_algo='most_recent' has an effect here. Accelerate does not pass it on, and Transformer "
+            "Engine computes with its own default, 'max': leave it out to train as there."
+        )
+    if not chosen["use_autocast_during_eval"]:
+        said.append(
+            "use_autocast_during_eval=False, Accelerate's default, has no effect: converted layers compute in FP8 in "
+            "evaluation, too. Set use_autocast_during_eval=True to agree."
+        )
+    for sentence in said:
+        warnings.warn(sentence, stacklevel=3)
+    return "te_fp8", {"fp8": fp8, **arguments}
 
 
 def _three(given: Any) -> Any:

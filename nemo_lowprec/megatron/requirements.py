@@ -30,7 +30,8 @@ def check_megatron() -> None:
             "lowprec_sharded or lowprec_ddp, and CausalLM in the place of MegatronGPT."
         )
     check_transformer_engine(
-        "MegatronStrategy needs Transformer Engine for Megatron-core's layers: pip install 'nemo-lowprec[te]'"
+        "MegatronStrategy needs Transformer Engine for Megatron-core's layers: "
+        "pip install --no-build-isolation 'nemo-lowprec[te]'"
     )
     try:
         import megatron.core  # noqa: F401
@@ -50,6 +51,11 @@ def check_transformer_engine(sentence: str) -> None:
 def check_device(level: PrecisionLevel) -> None:
     """Raise ValueError where this GPU cannot run the GEMMs of ``level``."""
     major, minor = torch.cuda.get_device_capability()
+    if level.scaling == "mxfp8" and major >= 12:
+        raise ValueError(
+            f"{level.name} needs a GPU for which Transformer Engine has MXFP8: of compute capability 10.0 to 11, and "
+            f"this one has {major}.{minor}. Use bf16_with_fp8_current_scaling_mixed here."
+        )
     needed = {"delayed": 8.9, "current": 8.9, "rowwise": 8.9, "blockwise": 9.0, "mxfp8": 10.0, "nvfp4": 10.0}
     nearest = dict.fromkeys(("mxfp8", "nvfp4"), "bf16_with_fp8_current_scaling_mixed")
     if level.scaling is None or float(f"{major}.{minor}") >= needed[level.scaling]:

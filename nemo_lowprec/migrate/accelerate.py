@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import libcst as cst
 
@@ -111,7 +112,7 @@ def _recipe_in(script: Script, listed: cst.BaseExpression | None) -> tuple[cst.B
 
 
 def _target(script: Script, recipe: cst.Call) -> tuple[Target, Notes]:
-    """The level of a recipe of Accelerate's, with Accelerate's defaults for the arguments that are left out."""
+    """The level of a recipe of Accelerate's, with the values that Transformer Engine gets from it."""
     kind = _recipe_kind(script, recipe)
     given = keywords(script, recipe)
     if kind == "AORecipeKwargs":
@@ -123,10 +124,12 @@ def _target(script: Script, recipe: cst.Call) -> tuple[Target, Notes]:
     backend = str(values.setdefault("backend", kind.removesuffix("RecipeKwargs"))).upper()
     if backend == "TE":
         values["use_autocast_during_eval"] = True  # without a warning; there is a note
-    try:
-        level, arguments = from_settings(values)
-    except (TypeError, ValueError) as error:
-        raise Obstacle(recipe, str(error)) from None
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            level, arguments = from_settings(values)
+        except (TypeError, ValueError) as error:
+            raise Obstacle(recipe, str(error)) from None
     defaults = option_defaults(get_level(level))
     options = {}
     for name, value in arguments.items():
@@ -135,7 +138,7 @@ def _target(script: Script, recipe: cst.Call) -> tuple[Target, Notes]:
             options[name] = value, node
         elif node is not None or value != defaults[name]:
             options[name] = value, cst.parse_expression(f'"{value}"' if isinstance(value, str) else repr(value))
-    notes: Notes = []
+    notes: Notes = [(recipe, str(warning.message)) for warning in said]
     if backend == "TE":
         notes.append((recipe, _HEAD))
         if not in_evaluation:

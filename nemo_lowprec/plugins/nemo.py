@@ -50,7 +50,7 @@ class NemoPrecision(Precision):
         if self.level.has_fp8:
             check_transformer_engine(
                 f"{self.level.name} needs Transformer Engine, without which Megatron-core computes in half precision: "
-                "pip install 'transformer-engine[pytorch]'"
+                "pip install --no-build-isolation 'transformer-engine[pytorch]'"
             )
             check_device(self.level)
         config = get_model_config(module.module)

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from nemo_lowprec.compute import BACKENDS, choose_backend
+from nemo_lowprec.compute.backends import find_backend
+from nemo_lowprec.compute.backends.te import TEBackend
 from nemo_lowprec.options import BACKEND_NAMES, Recipe
 
 CPU = torch.device("cpu")
@@ -32,6 +34,15 @@ def test_auto_is_the_reference_on_a_cpu_and_says_so_in_one_line(scaling, caplog)
 def test_auto_does_not_emulate_blackwell(scaling):
     with pytest.raises(ValueError, match=f"{scaling} GEMMs need a Blackwell GPU.*backend='reference'"):
         choose_backend("auto", recipe(scaling), CPU)
+
+
+def test_auto_does_not_emulate_what_transformer_engine_lacks_on_blackwell(monkeypatch):
+    reason = "Transformer Engine: MXFP8 is not supported on 12.0+ architectures yet; use another level"
+    monkeypatch.setattr(TEBackend, "unavailable", lambda recipe: reason if recipe.scaling == "mxfp8" else None)
+    with pytest.raises(
+        ValueError, match=f"mxfp8 GEMMs need a Blackwell GPU.*: {re.escape(reason)}. Use a bf16_with_fp8"
+    ):
+        find_backend("auto", recipe("mxfp8"), torch.device("cuda"))
 
 
 @pytest.mark.parametrize("scaling", ["delayed", "current", "rowwise", "blockwise", "mxfp8", "nvfp4"])

@@ -13,7 +13,7 @@ from nemo_lowprec.chart import get_level
 from nemo_lowprec.options import parse_options
 
 DEFAULTS = {"fp8": "hybrid", "fp8_margin": 0, "interval": 1, "fp8_amax_history_len": 1024,
-            "fp8_amax_compute_algo": "most_recent", "override_linear_precision": (False, False, False)}  # fmt: skip
+            "fp8_amax_compute_algo": "max", "override_linear_precision": (False, False, False)}  # fmt: skip
 EVAL = {"use_autocast_during_eval": True}
 WRITTEN = {  # by the questions of accelerate config
     "backend": "TE", "margin": 2, "interval": 3, "fp8_format": "E4M3", "amax_history_length": 16,
@@ -80,6 +80,18 @@ def test_evaluation_in_fp8_is_said_once_a_level():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         level_of({"backend": "TE", **EVAL})
+
+
+def test_settings_without_an_effect_under_accelerate_are_named(backends):
+    for name, value in {"interval": 3, "override_linear_precision": (False, False, True)}.items():
+        with pytest.warns(UserWarning, match=rf"^{name}=.* has an effect here\. Transformer Engine 2\.20 ignores it"):
+            assert read({"backend": "TE", name: value, **EVAL}) == ("te_fp8", {**DEFAULTS, name: value})
+    with pytest.warns(
+        UserWarning, match="Accelerate does not pass it on, and Transformer Engine computes with .* 'max'"
+    ):
+        read_back = read({"backend": "TE", "amax_compute_algo": "most_recent", **EVAL})
+    assert read_back == ("te_fp8", {**DEFAULTS, "fp8_amax_compute_algo": "most_recent"})
+    assert "amax_compute_algo" not in TERecipeKwargs(amax_compute_algo="most_recent").to_kwargs()
 
 
 @pytest.mark.parametrize(("settings", "error", "message"), [

@@ -36,7 +36,9 @@ def test_a_module_of_the_users_own_named_megatron(monkeypatch):
 def test_without_transformer_engine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
-    with pytest.raises(RuntimeError, match=r"needs Transformer Engine .*pip install 'nemo-lowprec\[te\]'"):
+    with pytest.raises(
+        RuntimeError, match=r"needs Transformer Engine .*pip install --no-build-isolation 'nemo-lowprec\[te\]'"
+    ):
         MegatronStrategy()
 
 
@@ -47,7 +49,13 @@ BLACKWELL = {"bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed"}
 
 @pytest.mark.parametrize(
     ("capability", "refused"),
-    [((8, 0), FP8 | BLOCKS | BLACKWELL), ((8, 9), BLOCKS | BLACKWELL), ((9, 0), BLACKWELL), ((10, 0), set())],
+    [
+        ((8, 0), FP8 | BLOCKS | BLACKWELL),
+        ((8, 9), BLOCKS | BLACKWELL),
+        ((9, 0), BLACKWELL),
+        ((10, 0), set()),
+        ((12, 0), {"bf16_with_mxfp8_mixed"}),
+    ],
 )
 def test_levels_that_a_gpu_cannot_run(capability, refused, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)

@@ -19,7 +19,8 @@ RECIPES = [
     ('MSAMPRecipeKwargs(opt_level="O1")', '"msamp_o1"'),
     ('FP8RecipeKwargs(backend="msamp", opt_level="O3")', '"msamp_o3"'),
     ('TERecipeKwargs(amax_compute_algo="max")', '"te_fp8", fp8_amax_compute_algo="max"'),
-    ("TERecipeKwargs()", '"te_fp8", fp8_amax_compute_algo="most_recent"'),
+    ("TERecipeKwargs()", '"te_fp8"'),
+    ('TERecipeKwargs(amax_compute_algo="most_recent")', '"te_fp8", fp8_amax_compute_algo="most_recent"'),
     ("AORecipeKwargs()", '"bf16_with_fp8_current_scaling_mixed"'),
 ]
 
@@ -49,8 +50,16 @@ def test_arguments_of_a_recipe_in_a_variable_are_the_levels(migrated):
     assert "# FP8\nHISTORY = 32\n" in new and "recipe" not in new
     assert 'accelerator = Accelerator(kwargs_handlers=handlers, mixed_precision="bf16")\n' in new
     options = 'level="te_fp8",\n    fp8="e4m3",\n    fp8_margin=1,\n    fp8_amax_history_len=HISTORY,\n'
-    assert options in new and '    fp8_amax_compute_algo="most_recent",\n)\n' in new
-    assert "Evaluation computes in FP8, too" in said
+    assert options + ")\n" in new
+    assert "Evaluation computes in FP8, too" in said and "has an effect here" not in said
+
+
+@pytest.mark.parametrize("given", ["interval=4", "override_linear_precision=(False, False, True)",
+                                   'amax_compute_algo="most_recent"'])  # fmt: skip
+def test_what_acts_here_alone_is_said(migrated, given):
+    made = f'accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs({given})])\n'
+    _, said = migrated(HEAD.format("TERecipeKwargs") + made + BODY + PREPARE)
+    assert f"{given.replace(chr(34), chr(39))} has an effect here." in said
 
 
 def test_a_question_after_the_precision_gets_a_note(migrated):

@@ -165,6 +165,14 @@ def test_places_are_migrated_one_by_one(migrated):
     assert "train.py:4: Not migrated" in said and "train.py:5: Lightning's plugin has BF16 weights only" in said
 
 
+def test_arguments_that_transformer_engine_ignores_are_said(migrated):
+    new, said = migrated(
+        f"{TORCH}{PLUGIN}plugin = TransformerEnginePrecision(weights_dtype=torch.bfloat16, recipe={{'interval': 4}})\n"
+    )
+    assert "bf16_with_fp8_mixed(interval=4)" in new
+    assert "train.py:3: interval=4 has an effect here. Transformer Engine 2.20 ignores it" in said
+
+
 def test_a_name_of_the_scripts_own_is_not_hidden(migrated):
     source = f"{TORCH}{PLUGIN}te_fp8 = 1\nplugin = TransformerEnginePrecision(weights_dtype=torch.float32)\n"
     new, said = migrated(source)

@@ -61,12 +61,13 @@ def find_backend(name: str, recipe: Recipe | None, device: torch.device) -> tupl
         if reason:
             raise ValueError(f"backend={name!r} cannot run here: {reason}.")
         return _made(class_of(name, recipe), recipe), []
-    has_blackwell = on_gpu and torch.cuda.get_device_capability() >= (10, 0)
-    if recipe is not None and recipe.scaling in ("mxfp8", "nvfp4") and not has_blackwell:
-        raise ValueError(
-            f"{recipe.scaling} GEMMs need a Blackwell GPU (compute capability 10.0) and Transformer Engine. "
-            "Use a bf16_with_fp8 level here, or backend='reference' to emulate them slowly."
-        )
+    if recipe is not None and recipe.scaling in ("mxfp8", "nvfp4"):
+        reason = TEBackend.unavailable(recipe) if on_gpu else f"the model trains on {device.type}"
+        if reason:
+            raise ValueError(
+                f"{recipe.scaling} GEMMs need a Blackwell GPU (compute capability 10.0) and Transformer Engine: "
+                f"{reason}. Use a bf16_with_fp8 level here, or backend='reference' to emulate them slowly."
+            )
     chosen: type[Backend] = ReferenceBackend
     reasons: list[str] = []
     kinds = [class_of(name, recipe) for name in BACKENDS] if recipe is not None and on_gpu else []

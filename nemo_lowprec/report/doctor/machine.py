@@ -14,7 +14,7 @@ _PACKAGES = {
     "torch": "",
     "lightning": "",
     "transformers": "models and recipes: pip install 'nemo-lowprec[recipes]'",
-    "transformer-engine": "FP8 by Transformer Engine, and Megatron-core: pip install 'nemo-lowprec[te]'",
+    "transformer-engine": "the te backend, Megatron-core: pip install --no-build-isolation 'nemo-lowprec[te]'",
     "triton": "the fused kernels: pip install triton",
     "megatron-core": "strategy=lowprec_megatron: pip install 'nemo-lowprec[megatron]'",
     "nemo-run": "recipes: pip install 'nemo-lowprec[recipes]'",
