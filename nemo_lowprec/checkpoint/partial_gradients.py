@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from nemo_lowprec.comm import by_rank
 from nemo_lowprec.engine import Engine
@@ -28,13 +28,13 @@ def partial_gradients(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def saved_gradients(engine: Engine, module: nn.Module, new: set[int] | None = None) -> dict[str, Any]:
+def saved_gradients(engine: Engine, new: set[int] | None = None) -> dict[str, Any]:
     """The plugin's state with the gradients by parameter name, and their loss scale; {} where no process has any.
 
     Called on all processes.
 
     Args:
-        engine: trains ``module``.
+        engine: whose model has the gradients.
         new: ids of the parameters whose gradients no step has used; None for all parameters.
     """
     weights = engine.columns.weights
@@ -55,7 +55,7 @@ def saved_gradients(engine: Engine, module: nn.Module, new: set[int] | None = No
 
 
 @torch.no_grad()
-def restore_gradients(saved: dict[str, Any], engine: Engine, module: nn.Module) -> list[Tensor]:
+def restore_gradients(saved: dict[str, Any], engine: Engine) -> list[Tensor]:
     """Set the gradients of ``saved``, the value of ``KEY``. Returns the parameters that have got a gradient."""
     factor = _scale_of(engine) / saved["scale"]
     params = engine.columns.weights.named()

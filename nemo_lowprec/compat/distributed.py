@@ -149,7 +149,7 @@ def forget_unreduced_grad(param: Any) -> None:
 
 def is_dtensor(tensor: Any) -> bool:
     """Whether ``tensor`` is a DTensor. At less host time than ``isinstance``, whose import is slow."""
-    return hasattr(tensor, "_local_tensor") and dist.is_available()
+    return hasattr(tensor, "_local_tensor")
 
 
 def local_tensor(dtensor: Any) -> Any:

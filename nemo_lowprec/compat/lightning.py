@@ -74,6 +74,11 @@ def sync_batchnorm(trainer: pl.Trainer) -> bool:
     return trainer._accelerator_connector._layer_sync is not None
 
 
+def seconds_between_validations(trainer: pl.Trainer) -> float | None:
+    """``val_check_interval`` as a time; None where it counts batches."""
+    return trainer._val_check_time_interval  # type: ignore[attr-defined]
+
+
 def loaded_checkpoint(trainer: pl.Trainer) -> tuple[Any, dict[str, Any]]:
     """(path, content) of the checkpoint that the Trainer resumes from."""
     connector = trainer._checkpoint_connector
@@ -98,7 +103,7 @@ def ddp_options(strategy: Any) -> dict[str, Any]:
 
 def ddp_hook(strategy: Any, name: str) -> Any:
     """The argument ``ddp_comm_hook``, ``ddp_comm_state`` or ``ddp_comm_wrapper`` of DDPStrategy."""
-    return getattr(strategy, f"_{name}", None)
+    return getattr(strategy, f"_{name}")
 
 
 def is_in_hook(module: pl.LightningModule) -> bool:

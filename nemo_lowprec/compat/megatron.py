@@ -19,7 +19,7 @@ def written_by_this_process() -> Iterator[None]:
     Megatron-core's own queue lives in one more process, for writing in the background. That process takes seconds to
     start, and outlives a kill of this process.
     """
-    before = getattr(filesystem_async, "_results_queue", None)
+    before = filesystem_async._results_queue
     filesystem_async._results_queue = queue.Queue()
     try:
         yield

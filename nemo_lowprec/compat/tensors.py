@@ -23,8 +23,8 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 without_torch_function = torch._C.DisableTorchFunctionSubclass  # a context: subclasses compute as plain tensors
 make_subclass = torch.Tensor._make_subclass
 make_wrapper = torch.Tensor._make_wrapper_subclass
-# (shape, strides, dtype) to a tensor on the current device, as inductor's code allocates; None without CUDA.
-empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+# (shape, strides, dtype) to a tensor on the current device, as inductor's code allocates.
+empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 
 class PlainSubclass(Tensor):
@@ -94,12 +94,12 @@ def use_count(param: Tensor) -> int:
 
 def accumulated_hooks(param: Tensor) -> Any:
     """The hooks of ``register_post_accumulate_grad_hook``, by number."""
-    return getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    return param._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
 
 
 def backward_hooks(param: nn.Parameter) -> tuple[Any, Any]:
     """The hooks of ``register_hook`` and of ``register_post_accumulate_grad_hook``, for ``set_backward_hooks``."""
-    return param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
+    return param._backward_hooks, param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
 
 
 def set_backward_hooks(param: nn.Parameter, hooks: tuple[Any, Any]) -> None:

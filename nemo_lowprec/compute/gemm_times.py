@@ -226,10 +226,9 @@ def times_of(device: torch.device) -> GemmTimes | None:
         if part in name:
             return times
     properties = torch.cuda.get_device_properties(device)
-    # kHz, kHz, bits; torch had none of the three before 2.10.
-    clock, memory, bus = (getattr(properties, n, 0) for n in ("clock_rate", "memory_clock_rate", "memory_bus_width"))
-    flop = properties.multi_processor_count * _FLOP.get((properties.major, properties.minor), 0) * clock
-    bandwidth = 2e-3 * memory * bus / 8  # two transfers a clock
+    # kHz, kHz and bits; two transfers a clock
+    flop = properties.multi_processor_count * _FLOP.get((properties.major, properties.minor), 0) * properties.clock_rate
+    bandwidth = 2e-3 * properties.memory_clock_rate * properties.memory_bus_width / 8
     if not flop or not bandwidth:
         return None
     return _H200.scaled(name, flop / _H200_FLOP, bandwidth / _H200_BANDWIDTH)

@@ -45,7 +45,7 @@ def _on(device: int) -> torch.device:
 def new(device: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A contiguous, uninitialised tensor."""
     size = len(shape)
-    if empty_strided_cuda is None or not 0 < size < 4 or device != current_device():  # type: ignore[misc]
+    if not 0 < size < 4 or device != current_device():  # type: ignore[misc]
         return torch.empty(shape, dtype=dtype, device=_on(device))
     strides = (shape[1], 1) if size == 2 else (1,) if size == 1 else (shape[1] * shape[2], shape[2], 1)
     return empty_strided_cuda(tuple(shape), strides, dtype)  # type: ignore[no-any-return]

@@ -32,7 +32,7 @@ def refuse_sharded(model: nn.Module) -> None:
 
     Such shards, their gradients and the optimizer's states would stay FP32.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_initialized():
         return
     from torch.distributed.fsdp import FSDPModule
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -35,10 +35,6 @@ class GptArchitecture:
 
     transformer: dict[str, Any]  # the fields of ``TransformerConfig`` that follow from the architecture
     gpt: dict[str, Any]  # the arguments of ``GPTModel`` that follow from the architecture, with ``vocab_size``
-
-    def with_vocab_size(self, rows: int) -> GptArchitecture:
-        """The same architecture with ``rows`` rows in the embedding and the head; Megatron-core itself pads nothing."""
-        return replace(self, gpt={**self.gpt, "vocab_size": rows})
 
 
 def gpt_architecture(hf_config: Any) -> GptArchitecture:

@@ -122,9 +122,7 @@ def from_transformers(state: Mapping[str, Tensor], architecture: GptArchitecture
     return full
 
 
-def to_transformers(
-    state: Mapping[str, Tensor], architecture: GptArchitecture, vocab_size: int | None = None
-) -> dict[str, Tensor]:
+def to_transformers(state: Mapping[str, Tensor], architecture: GptArchitecture) -> dict[str, Tensor]:
     """The ``state_dict()`` of transformers' causal language model: the inverse of ``from_transformers``.
 
     Tied embedding and head are one tensor under both names, as in transformers' own. Otherwise no two share memory.
@@ -132,23 +130,14 @@ def to_transformers(
     Args:
         state: the whole GPTModel's parameters. A tied model may have a head, as its last pipeline stage does.
         architecture: of the GPTModel.
-        vocab_size: rows of the embedding and the head to return; None: all.
 
     Raises:
-        ValueError: as for ``from_transformers``; ``vocab_size`` is more than there is.
+        ValueError: as for ``from_transformers``.
     """
-    rows = architecture.gpt["vocab_size"]
-    wanted = rows if vocab_size is None else vocab_size
-    if not 0 < wanted <= rows:
-        raise ValueError(f"vocab_size={vocab_size}, and {EMBEDDING} has {rows} rows.")
-    layout = _layout(architecture, rows)
+    layout = _layout(architecture, architecture.gpt["vocab_size"])
     state = _without_tied_head(state, _HEAD, EMBEDDING, _HEAD not in layout)
     _check(state, {name: fused.shape for name, fused in layout.items()})
     out = {source: part for name, fused in layout.items() for source, part in fused.split(state[name]).items()}
-    if wanted < rows:
-        for name in (_HF_EMBEDDING, _HF_HEAD):
-            if name in out:
-                out[name] = out[name][:wanted].clone()
     out.setdefault(_HF_HEAD, out[_HF_EMBEDDING])
     return out
 

@@ -65,7 +65,7 @@ class ResumeState:
         if module.trainer.state.fn != "fit":
             return state
         if engine.model is not None and not self.running:
-            return state | saved_gradients(engine, module, new if new is not None or self.pending else set())
+            return state | saved_gradients(engine, new if new is not None or self.pending else set())
         # MegatronStrategy calls no hooks of the plugin: Lightning's loop knows whether a step is unfinished.
         if not self.running and not compat.is_mid_step(module.trainer):
             return state
@@ -99,7 +99,7 @@ class ResumeState:
                 rank_zero_warn(_NO_PLACE.format("resumed"))
         if gradients and engine.model is not None:
             self.pending = True
-            return restore_gradients(gradients, engine, module)
+            return restore_gradients(gradients, engine)
         if gradients is not None:
             rank_zero_warn(_NO_GRADIENTS.format("resumed"))
         return []
@@ -136,7 +136,7 @@ def check_saves(trainer: pl.Trainer) -> None:
         raise ValueError(f"ModelCheckpoint(train_time_interval=...) may save {lost}. Use every_n_train_steps.")
     if not trainer.enable_validation:
         return
-    seconds = vars(trainer).get("_val_check_time_interval")
+    seconds = compat.seconds_between_validations(trainer)
     if seconds is not None:
         raise ValueError(
             f"A val_check_interval of {seconds:.0f} s may validate, and ModelCheckpoint save, "

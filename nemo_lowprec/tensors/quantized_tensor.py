@@ -200,7 +200,7 @@ class QuantizedTensor(Tensor):
         return self._as_parts()
 
     def _as_parts(self) -> Any:
-        # 8-bit parts as bytes: torch.save does not know every float8 dtype. Settings as plain values.
+        # 8-bit parts as bytes: pickle cannot open tensors of float8 dtypes. Settings as plain values.
         parts = [(part.view(torch.uint8) if part.element_size() == 1 else part, part.dtype) for part in self.parts()]
         kind = next(c for c in type(self).__mro__ if "PARTS" in c.__dict__)
         is_parameter = isinstance(self, torch.nn.Parameter)

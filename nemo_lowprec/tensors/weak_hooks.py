@@ -10,7 +10,7 @@ from weakref import WeakMethod
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls a bound method while the method's object lives, and returns None afterwards.
 
-    torch does not show hooks of parameters and attributes of gradients to Python's garbage collector. With the bound
+    torch does not show post-accumulate hooks and attributes of gradients to Python's garbage collector. With the bound
     method itself as a hook, a parameter that the method's object holds would never be freed.
     """
     held = WeakMethod(method)

@@ -126,6 +126,12 @@ def test_arguments_of_the_trainer_are_read(tmp_path):
         assert compat.use_distributed_sampler(trainer) is compat.sync_batchnorm(trainer) is wanted
 
 
+def test_the_time_between_two_validations_is_read(tmp_path):
+    for interval, seconds in ((datetime.timedelta(hours=1), 3600), (2, None)):
+        trainer = trainer_with(tmp_path, val_check_interval=interval)
+        assert compat.seconds_between_validations(trainer) == seconds
+
+
 def test_the_checkpoint_that_a_fit_resumes_from(tmp_path):
     trainer = trainer_with(tmp_path, max_epochs=1)
     trainer.fit(Model(), loader())

@@ -1,5 +1,7 @@
 """GPTModel with Transformer Engine's layers on a GPU, one rank: logits, gradients and weights are transformers'."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -71,7 +73,8 @@ def transformers_model(name):
 
 def gpt_model(reference, dtype, **fields):
     """The GPTModel with the weights of a transformers model, and its architecture."""
-    architecture = gpt_architecture(reference.config).with_vocab_size(512)
+    architecture = gpt_architecture(reference.config)
+    architecture = replace(architecture, gpt={**architecture.gpt, "vocab_size": 512})
     model = build_gpt(architecture, {"params_dtype": dtype, "bf16": dtype == torch.bfloat16, **fields})
     full = from_transformers(reference.state_dict(), architecture)
     params = dict(model.named_parameters())
@@ -106,10 +109,10 @@ def test_logits_and_gradients_in_fp32(megatron, name, fused):
     for out in (expected, logits[..., :500]):
         F.cross_entropy(out.flatten(0, 1), labels.flatten()).backward()
     full = {n: p.grad for n, p in model.named_parameters()}
-    grads = to_transformers(full, architecture, vocab_size=500)
+    grads = to_transformers(full, architecture)
     of_reference = {n: p.grad for n, p in reference.named_parameters()}
     for param, grad in of_reference.items():
-        assert error(grads[param], grad) < 2e-2, param
+        assert error(grads[param][: len(grad)], grad) < 2e-2, param
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied"])
@@ -130,11 +133,11 @@ def test_logits_in_bf16(megatron, name):
 def test_weights_come_out_as_they_went_in(megatron, name, dtype):
     reference = transformers_model(name)
     model, architecture = gpt_model(reference, dtype)
-    out = to_transformers({n: p.detach() for n, p in model.named_parameters()}, architecture, vocab_size=500)
+    out = to_transformers({n: p.detach() for n, p in model.named_parameters()}, architecture)
     expected = reference.state_dict()
     assert out.keys() == expected.keys()
     for param, tensor in expected.items():
-        assert out[param].dtype == dtype and torch.equal(out[param], tensor.to(dtype)), param
+        assert out[param].dtype == dtype and torch.equal(out[param][: len(tensor)], tensor.to(dtype)), param
 
 
 def test_the_first_weights_are_megatrons_own(megatron):

@@ -52,7 +52,7 @@ def about_run(
         "model": type(model).__name__,
         "parameters": sum(param.numel() for param in params),
         "engine": engine,
-        "processes": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+        "processes": dist.get_world_size() if dist.is_initialized() else 1,
         "device": torch.cuda.get_device_name() if cuda else "CPU",
         "versions": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
         "command": shlex.join([_program(), *sys.argv[1:]]),

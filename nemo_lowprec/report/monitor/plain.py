@@ -28,7 +28,7 @@ class PlainMonitor:
         if engine is None:
             raise ValueError("monitor() needs a model at a level of this package: call nemo_lowprec.prepare first.")
         subject = Subject(engine)
-        several = dist.is_available() and dist.is_initialized()
+        several = dist.is_initialized()
         self._writer = RunWriter(Path(folder)) if not several or dist.get_rank() == 0 else None
         if self._writer is not None:
             record = about_run(

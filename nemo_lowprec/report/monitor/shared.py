@@ -16,7 +16,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 def is_shared() -> bool:
     """Whether several processes train together."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def names_of_all(names: Sequence[Name]) -> list[Name]:
