@@ -107,7 +107,7 @@ def write_kinds(prepared: PreparedData, documents: list[Document]) -> dict[str, 
 
 
 def digest(data: Path) -> str:
-    """16 hexadecimal digits that tell prepared texts apart, of SHA-256 over the tokens for training and validation."""
+    """The first 16 hexadecimal digits of SHA-256 over the tokens for training and validation: equal for equal texts."""
     found = hashlib.sha256()
     for name in ("train.bin", "validation.bin"):
         with (data / name).open("rb") as file:

@@ -259,6 +259,7 @@ ALIASES: dict[str, Alias] = {
     "nanov2_bf16_with_fp8_current_scaling_mixed": Alias(
         "bf16_with_fp8_subchannel_scaling_mixed", {"fp8": "hybrid", **_TWO_AND_TWO}
     ),
+    # The recipe's NVFP4 weights have no counterpart.
     "nemotron_3_super_bf16_with_nvfp4_mixed": Alias("bf16_with_nvfp4_mixed", {"num_layers_at_end_in_half": 14}),
 }
 

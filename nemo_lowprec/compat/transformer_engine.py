@@ -6,6 +6,7 @@ import ctypes
 import importlib
 import os
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Arguments of a level, with their defaults, that DelayedScaling no longer has: the recipes of Transformer Engine 2.20
+# ignore unknown arguments.
+_IGNORED = {"interval": 1, "override_linear_precision": (False, False, False)}
 # A library comes after those that it needs.
 _CUDNN = ("graph", "ops", "engines_runtime_compiled", "engines_precompiled", "heuristic", "cnn", "adv")
 
@@ -45,6 +49,16 @@ def _cudnn_of_torch() -> Path | None:
         return None
     places = [] if spec is None else list(spec.submodule_search_locations or ())
     return Path(places[0]) if places else None
+
+
+def ignored_arguments(options: Mapping[str, Any]) -> list[str]:
+    """A sentence for each argument of a level that has an effect here and that Transformer Engine's recipes ignore."""
+    return [
+        f"{name}={options[name]!r} has an effect here. Transformer Engine 2.20 ignores this argument: leave it out to "
+        "train as there."
+        for name, default in _IGNORED.items()
+        if options.get(name, default) != default
+    ]
 
 
 def quantizer_of(weight: Any) -> Any:

@@ -8,6 +8,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from nemo_lowprec.compat.transformer_engine import ignored_arguments
+
 _TE: dict[str, Any] = {  # Accelerate's names, and what Transformer Engine computes with where a setting is left out
     "margin": 0,
     "interval": 1,
@@ -34,8 +36,6 @@ _ARGUMENTS = {
     "amax_compute_algo": "fp8_amax_compute_algo",
 }
 _FORMATS = {"HYBRID": "hybrid", "E4M3": "e4m3"}
-# Arguments that DelayedScaling no longer has: the recipes of Transformer Engine 2.20 ignore unknown arguments.
-_DROPPED = {"interval": 1, "override_linear_precision": (False, False, False)}
 
 
 def level_of(settings: Any) -> tuple[str, dict[str, Any]]:
@@ -74,16 +74,6 @@ def level_of(settings: Any) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"{name}={found[name]!r} has no effect with the FP8 backend {backend}. Leave it out.")
     chosen = {**known, **found}
     return _of_te(chosen) if backend == "TE" else _of_msamp(chosen)
-
-
-def heard_here_alone(options: Mapping[str, Any]) -> list[str]:
-    """A sentence for each of a level's arguments that has an effect here and that Transformer Engine ignores."""
-    return [
-        f"{name}={options[name]!r} has an effect here. Transformer Engine 2.20 ignores it: leave it out to train as "
-        "there."
-        for name, default in _DROPPED.items()
-        if options.get(name, default) != default
-    ]
 
 
 def _settings(given: Any) -> dict[str, Any]:
@@ -130,7 +120,7 @@ def _of_te(chosen: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         )
     arguments = {ours: chosen[name] for name, ours in _ARGUMENTS.items()}
     arguments["override_linear_precision"] = _three(chosen["override_linear_precision"])
-    said = heard_here_alone(arguments)
+    said = ignored_arguments(arguments)
     if chosen["amax_compute_algo"] == "most_recent":
         said.append(
             "amax_compute_algo='most_recent' has an effect here. Accelerate does not pass it on, and Transformer "

@@ -151,7 +151,7 @@ def _gemms(options: Options, own_layers: bool) -> dict[str, Any]:
     fields |= {
         "fp8": recipe.fp8,
         "fp8_recipe": _RECIPES[recipe.scaling],
-        "fp8_wgrad": True,  # Transformer Engine 2 has no other choice, and would ignore it
+        "fp8_wgrad": True,  # Transformer Engine 2.20 ignores a request for half precision
         "fp8_param": recipe.fp8_params or level.weight == "fp8",
         "fp8_margin": recipe.fp8_margin,
         "fp8_amax_history_len": recipe.fp8_amax_history_len,

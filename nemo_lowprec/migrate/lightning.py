@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from nemo_lowprec.loops.fp8_settings import heard_here_alone
+from nemo_lowprec.compat.transformer_engine import ignored_arguments
 from nemo_lowprec.migrate.edits import with_arguments
 from nemo_lowprec.migrate.recipes import keywords, target_of_recipe, without
 from nemo_lowprec.migrate.script import Change, Notes, Obstacle, Script
@@ -97,7 +97,8 @@ def _plugin(script: Script, call: cst.Call) -> Change:
     for name, node in given.items():
         raise Obstacle(node, f"{_PLUGIN} has no argument {name}.")
     notes = _notes(call, target.level, weight if fallback is None or weight != "fp32" else "")
-    notes += [(call, sentence) for sentence in heard_here_alone({n: value for n, (value, _) in target.options.items()})]
+    values = {name: value for name, (value, _) in target.options.items()}
+    notes += [(call, sentence) for sentence in ignored_arguments(values)]
     level, options = target.level, target.arguments()
     return Change(
         {call: lambda new: with_arguments(new.with_changes(func=cst.Name(level)), options)},

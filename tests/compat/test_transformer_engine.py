@@ -29,6 +29,25 @@ def test_the_parts_of_a_quantized_weight():
     assert compat.fp8_data(values) is None
 
 
+IGNORED = {"interval": 4, "override_linear_precision": (False, False, True)}
+
+
+def test_arguments_that_recipes_ignore_are_named():
+    assert compat.ignored_arguments({"interval": 1, "fp8_margin": 2}) == []
+    interval, override = compat.ignored_arguments(IGNORED)
+    assert interval.startswith("interval=4 has an effect here. Transformer Engine 2.20 ignores")
+    assert override.startswith("override_linear_precision=(False, False, True) has")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_recipes_ignore_them():
+    pytest.importorskip("transformer_engine.pytorch")
+    from transformer_engine.common.recipe import DelayedScaling
+
+    assert not set(IGNORED) & set(vars(DelayedScaling(margin=1, **IGNORED)))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_quantizer_without_amax():

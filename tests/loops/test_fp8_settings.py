@@ -84,7 +84,7 @@ def test_evaluation_in_fp8_is_said_once_a_level():
 
 def test_settings_without_an_effect_under_accelerate_are_named(backends):
     for name, value in {"interval": 3, "override_linear_precision": (False, False, True)}.items():
-        with pytest.warns(UserWarning, match=rf"^{name}=.* has an effect here\. Transformer Engine 2\.20 ignores it"):
+        with pytest.warns(UserWarning, match=rf"^{name}=.* has an effect here\. Transformer Engine 2\.20 ignores this"):
             assert read({"backend": "TE", name: value, **EVAL}) == ("te_fp8", {**DEFAULTS, name: value})
     with pytest.warns(
         UserWarning, match="Accelerate does not pass it on, and Transformer Engine computes with .* 'max'"

@@ -170,7 +170,7 @@ def test_arguments_that_transformer_engine_ignores_are_said(migrated):
         f"{TORCH}{PLUGIN}plugin = TransformerEnginePrecision(weights_dtype=torch.bfloat16, recipe={{'interval': 4}})\n"
     )
     assert "bf16_with_fp8_mixed(interval=4)" in new
-    assert "train.py:3: interval=4 has an effect here. Transformer Engine 2.20 ignores it" in said
+    assert "train.py:3: interval=4 has an effect here. Transformer Engine 2.20 ignores this argument" in said
 
 
 def test_a_name_of_the_scripts_own_is_not_hidden(migrated):
