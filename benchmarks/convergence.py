@@ -63,12 +63,12 @@ def main() -> None:
             command = [sys.executable, "-m", "benchmarks.convergence"]
             command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
-            result = subprocess.run(command, capture_output=True, text=True, env=environment)
+            result = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment)
             done = args.state / f"{spec}.json"
             if done.exists():
                 record.add(**json.loads(done.read_text()))
             elif result.returncode:
-                print(result.stdout[-1500:], result.stderr[-3000:], flush=True)
+                print(result.stderr[-3000:], flush=True)
                 record.add(benchmark="convergence_failure", run=str(spec), error=result.stderr[-300:])
 
     gpus = range(max(1, torch.cuda.device_count()))

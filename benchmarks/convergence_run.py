@@ -103,7 +103,9 @@ class Course(pl.Callback):
             trainer.should_stop = True
 
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.validations[trainer.global_step] = trainer.callback_metrics["val/loss"].item()
+        step, loss = trainer.global_step, trainer.callback_metrics["val/loss"].item()
+        self.validations[step] = loss
+        print(f"{self._spec}: step {step}, loss {loss:.4f}, {time.time() - self._since:.0f} s", flush=True)
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if not trainer.should_stop:
@@ -141,11 +143,13 @@ class Subject(CausalLM):
 
     Attributes:
         is_twin: the first embedding is 1 % larger, so that the run differs from another by chance alone.
+        is_compiled: ``torch.compile`` fuses the operations of each decoder layer.
         by_kind: FP64 [kinds, 3]: loss in nats, hits of the likeliest token, and number of tokens.
         by_sample: FP32 [batch] a batch: mean loss of each sample.
     """
 
     is_twin = False
+    is_compiled = False
 
     def configure_model(self) -> None:
         new = self.model is None
@@ -153,6 +157,9 @@ class Subject(CausalLM):
         if new and self.is_twin:
             with torch.no_grad():
                 next(self.parameters())[0] *= 1.01
+        if new and self.is_compiled:
+            for layer in self.model.model.layers:
+                layer.compile()
 
     def on_test_start(self) -> None:
         self.by_kind = torch.zeros(len(KINDS), 3, dtype=torch.float64, device=self.device)
@@ -198,7 +205,7 @@ def train(spec: Spec, data: Path, state: Path, deadline: float) -> None:
     model = Subject(
         PRESET, lr=6e-4, min_lr=6e-5, warmup_steps=spec.steps // 30, schedule_steps=spec.steps, init_seed=spec.seed
     )  # fmt: skip
-    model.is_twin = spec.variant == "twin"
+    model.is_twin, model.is_compiled = spec.variant == "twin", not plugin.level.has_fp8
     texts = TextDataModule(
         train_prefix=data / "train", validation_prefix=data / "validation", seq_length=SEQUENCE,
         micro_batch_size=BATCH, seed=spec.seed, num_workers=WORKERS, validation_samples=VALIDATED,

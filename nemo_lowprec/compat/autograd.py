@@ -47,6 +47,15 @@ def is_wanted(ctx: Any, index: int) -> bool:
         return True
 
 
+def run_early(tensor: Tensor) -> None:
+    """Have backward passes run the node that made ``tensor`` as soon as its gradient is there, as they fill leaves.
+
+    A pass runs the youngest nodes first, so that a node of an earlier pass would come after all those of its own.
+    """
+    assert tensor.grad_fn is not None
+    tensor.grad_fn._set_sequence_nr(2**64 - 1)  # type: ignore[attr-defined]
+
+
 def after_backward(call: Callable[[], None]) -> None:
     """Have ``call`` called when the backward pass that runs now has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]

@@ -21,6 +21,20 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
+def share_hook_id(handle: RemovableHandle, shared: int) -> RemovableHandle:
+    """Let the hook of ``handle`` have the id ``shared``, which it can have in other modules, too.
+
+    Dynamo guards on the ids of hooks. If each module had an id of its own, every block of a model would be compiled
+    anew, until Dynamo gives up and runs the other blocks uncompiled. Negative ids are never torch's own.
+    """
+    for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+        table = reference()
+        for key in list(table):  # each anew, so that the order stays
+            table[shared if key == handle.id else key] = table.pop(key)
+    handle.id = shared
+    return handle
+
+
 def all_hooks(module: nn.Module) -> list[dict[int, Any]]:
     """The tables of hooks around the forward and the backward pass of ``module``."""
     return [

@@ -384,6 +384,11 @@ class Computation(Column):
             make_missing_weights()
             self.own_amaxes.weights.refresh()
 
+    def follow_gathered(self, params: list[Tensor]) -> None:
+        """Show compiled graphs the layers whose parameters FSDP2 has gathered for the first time."""
+        if GraphEntry.used:
+            follow_parameters()
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Context of a forward pass: autocast to the half dtype, and FP8 in the user's Transformer Engine layers."""

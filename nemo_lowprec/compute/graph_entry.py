@@ -23,6 +23,7 @@ from weakref import WeakSet, WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from nemo_lowprec.compat.autograd import run_early
 from nemo_lowprec.compat.compiler import keep_address
 from nemo_lowprec.tensors import Fp8Weight, Fp16Weight, QuantizedTensor, stored_data
 from nemo_lowprec.tensors.dtensor import is_sharded
@@ -165,8 +166,7 @@ class GraphEntry:
     def prepare(self) -> bool:
         """Prepare all layers that there are; called whenever a layer is traced. Whether the graph can hold this one."""
         GraphEntry.used = True
-        for entry in list(_entries):
-            entry._follow_if_moved()
+        follow_parameters()
         return self.follow()
 
     @torch.compiler.assume_constant_result
@@ -226,10 +226,13 @@ class GraphEntry:
 
 
 def follow_parameters() -> None:
-    """Follow the parameters of all prepared layers, whose compiled graphs see neither new ones nor frozen ones."""
+    """Follow the parameters of all layers: compiled graphs see neither new nor frozen ones.
+
+    Layers that were not traced are prepared, too: a block that looks to the compiler like one that it has compiled is
+    not compiled again.
+    """
     for entry in list(_entries):
-        if entry.weight.param is not None:
-            entry._follow_if_moved()
+        entry._follow_if_moved()
 
 
 @contextmanager
@@ -263,6 +266,7 @@ def _new_sink(param: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor without memory that hands its gradient, of ``dtype``, on to ``param``."""
     with torch.enable_grad():
         sink: Tensor = _Sink.apply(param, torch.empty(1, dtype=dtype, device=param.device))
+    run_early(sink)  # FSDP2 and DDP reduce gradients as soon as a block's backward is over
     keep_address(sink)
     return sink
 

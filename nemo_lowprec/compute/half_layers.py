@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from nemo_lowprec.compat.compiler import outside_graphs
+from nemo_lowprec.compat.modules import share_hook_id
 from nemo_lowprec.compat.tensors import tree_leaves, tree_map
 from nemo_lowprec.compute.class_swap import derive, swap
 
@@ -107,6 +108,7 @@ class _Opened(local):
 
 
 _HALVES = (torch.float16, torch.bfloat16)
+_ENTER_ID, _LEAVE_ID = -1, -2  # of hooks
 _opened = _Opened()
 
 
@@ -120,8 +122,9 @@ def open_autocast(modules: Iterable[nn.Module]) -> list[Any]:
     """
     handles = []
     for module in modules:
-        handles.append(module.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(_leave, with_kwargs=True, always_call=True))
+        before = module.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
+        after = module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
+        handles += [share_hook_id(before, _ENTER_ID), share_hook_id(after, _LEAVE_ID)]
     return handles
 
 

@@ -201,7 +201,7 @@ def _weights(
         whole = Fp32Weights(row.name if row.has_loss_scale else None, frozen)
     if sharding is None:
         return whole
-    return ShardedWeights(
+    sharded = ShardedWeights(
         kind == "low_bit",
         reads_as if kind == "low_bit" else half,
         names,
@@ -211,6 +211,8 @@ def _weights(
         amaxes.restart,
         whole.check,
     )
+    sharded.when_gathered.append(computation.follow_gathered)
+    return sharded
 
 
 def _gradients(row: PrecisionLevel, weights: WeightStore, states: OptimizerStates, observers: Observers) -> Column:

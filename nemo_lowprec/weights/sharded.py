@@ -6,15 +6,17 @@ the MS-AMP levels, and with ``fp8_params``, the local shards are of the classes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nemo_lowprec.compat.compiler import outside_graphs
 from nemo_lowprec.compat.distributed import forget_unreduced_grad, fsdp_units, set_local_tensor, unreduced_grad
 from nemo_lowprec.tensors import BlockShard, Fp8Gathered, FullShard, HalfShard, PlainShard, Shard
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_shard
@@ -97,10 +99,14 @@ class ShardedWeights(WeightStore):
                 set_local_tensor(param, HalfShard(local.to(torch.float16), self.reads_as))
         self.renew_scales()
         self._unit_of = _units(model)
+        before = outside_graphs(self._before_module)
         for module in model.modules():
             has_own = any(p is not None for p in module._parameters.values())
-            if has_own or self._unit_of[module].modules[0]() is module:
-                self._hooks.enter_context(module.register_forward_pre_hook(self._before_module))
+            unit = self._unit_of[module]
+            is_first = unit.modules[0]() is module
+            if has_own or is_first:
+                hook = self._hooks.enter_context(module.register_forward_pre_hook(before))
+                unit.inner_hooks += [] if is_first else [hook]
             if has_own:
                 self._hooks.enter_context(module.register_state_dict_post_hook(_emit_values))
 
@@ -128,29 +134,32 @@ class ShardedWeights(WeightStore):
 
     def _before_module(self, module: nn.Module, args: Any) -> None:
         unit = self._unit_of[module]
-        if self._meet(module) or not unit.complete:
+        if self._meet([module]) or not unit.complete:
             # The whole unit is gathered at once: a module may read the parameters of another that it does not call.
             others = [other for held in unit.modules if (other := held()) is not None]
-            for other in others:
-                self._meet(other)
+            self._meet(others)
             if not any(is_sharded(p) for other in others for p in other._parameters.values() if p is not None):
                 unit.complete = True
+                for hook in unit.inner_hooks:  # torch.compile would break its graph at each
+                    hook.remove()
+                unit.inner_hooks.clear()
 
     def meet_root(self) -> None:
         self._before_module(self.model, None)
 
-    def _meet(self, module: nn.Module) -> bool:
-        """Prepare the parameters of ``module`` that were gathered for the first time; whether there were any."""
+    def _meet(self, modules: Iterable[nn.Module]) -> bool:
+        """Prepare the parameters of ``modules`` that were gathered for the first time; whether there were any."""
         new: list[Tensor] = []
-        for name, param in module._parameters.items():
-            if param is None or is_sharded(param) or self._whole.get(module, {}).get(name) is param:
-                continue
-            self._whole.setdefault(module, {})[name] = param
-            new.append(param)
-            if self.low_bit and self.is_matrix(param):
-                param.grad_dtype = None
-            elif self.grad_dtype is not None and param.is_floating_point():
-                param.grad_dtype = self.grad_dtype
+        for module in modules:
+            for name, param in module._parameters.items():
+                if param is None or is_sharded(param) or self._whole.get(module, {}).get(name) is param:
+                    continue
+                self._whole.setdefault(module, {})[name] = param
+                new.append(param)
+                if self.low_bit and self.is_matrix(param):
+                    param.grad_dtype = None
+                elif self.grad_dtype is not None and param.is_floating_point():
+                    param.grad_dtype = self.grad_dtype
         if new:
             for meet in self.when_gathered:
                 meet(new)
@@ -195,8 +204,7 @@ class ShardedWeights(WeightStore):
 
     def gathered_matrices(self) -> list[tuple[Tensor, Tensor]]:
         """(whole, sharded) of every matrix that was gathered so far, used by its module's forward or not."""
-        for module in self.model.modules():
-            self._meet(module)
+        self._meet(self.model.modules())
         return [(whole, sharded) for whole, sharded in self.gathered() if self.is_matrix(whole)]
 
     @torch.no_grad()
@@ -240,10 +248,12 @@ class _Unit:
 
     Attributes:
         modules: held weakly; the first is the module that ``fully_shard`` was called on.
+        inner_hooks: before the forward passes of modules but the first, until the unit is complete.
         complete: whether all of the modules' parameters were gathered.
     """
 
     modules: list[ReferenceType[nn.Module]] = field(default_factory=list)
+    inner_hooks: list[RemovableHandle] = field(default_factory=list)
     complete: bool = False
 
 

@@ -163,3 +163,27 @@ def test_nodes_and_leaves_of_a_graph():
     assert {id(leaf) for leaf in leaves} == {id(a), id(b), id(c)}
     assert sorted(node.name() for node in nodes if "Mul" in node.name()) == ["MulBackward0", "MulBackward0"]
     assert autograd.graph_of([(d * 2).detach()]) == (set(), [])
+
+
+def test_a_node_of_an_earlier_pass_runs_early():
+    class Passing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append("old")
+            return grad
+
+    orders = []
+    for early in (False, True):
+        seen, x = [], torch.ones(2, requires_grad=True)
+        old = Passing.apply(torch.ones(2, requires_grad=True))
+        if early:
+            autograd.run_early(old)
+        y = x * 2
+        y.register_hook(lambda _, seen=seen: seen.append("young"))
+        (y * 3 + old).sum().backward()
+        orders.append(seen)
+    assert orders == [["young", "old"], ["old", "young"]]

@@ -8,6 +8,7 @@ than layers that compute as one (``test_group.py``); so no layers compute as one
 import copy
 import gc
 import io
+from itertools import groupby
 
 import pytest
 import torch
@@ -280,14 +281,44 @@ def test_q_k_and_v_quantize_their_input_once(scaling):
     assert backend.inputs == 2 * (1 + 3)  # of q, k and v; of proj, up and down
 
 
-def test_blocks_of_the_same_code_share_their_graphs():
-    run = Run("msamp_o2", vit(4), False)
+@pytest.mark.parametrize("case, options", [*((case, {}) for case in CASES), *((c, {"skip": ["*norm*"]}) for c in SOME)])
+def test_blocks_of_the_same_code_share_their_graphs(case, options):
+    run = Run(case, vit(4), False, **options)
     counter = CompileCounterWithBackend("aot_eager")
     compile_blocks(run.model, counter)
     run.step()
     assert counter.frame_count == 1
     run.step()
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("case", [*SOME, "bf16_mixed"])
+def test_a_second_model_of_the_same_code_takes_the_graphs_of_the_first(case):
+    counter = CompileCounterWithBackend("aot_eager")
+    for _ in range(2):
+        run = Run(case, vit(2), True, counter)
+        run.step()
+        assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("case", [*SOME, "bf16_mixed"])
+def test_gradients_are_there_when_the_backward_pass_of_their_block_is_over(case):
+    """In the first pass and in later ones: FSDP2 and DDP reduce them then."""
+    run, arrived = Run(case, vit(3), True), []
+
+    def watch_input(block, args):
+        args[0].register_hook(lambda _: arrived.append("input"))
+
+    for name, param in run.model.blocks.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(int(name[0])))
+    for block in run.model.blocks[1:]:
+        block.register_forward_pre_hook(
+            lambda _, args: args[0].register_hook(lambda _: arrived.append("input")) and None
+        )
+    for _ in range(3):
+        run.step()
+        assert [what for what, _ in groupby(arrived)] == [2, "input", 1, "input", 0]
+        arrived.clear()
 
 
 # How people train
