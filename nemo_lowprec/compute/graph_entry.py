@@ -28,6 +28,7 @@ from nemo_lowprec.compat.compiler import keep_address
 from nemo_lowprec.tensors import Fp8Weight, Fp16Weight, QuantizedTensor, stored_data
 from nemo_lowprec.tensors.dtensor import is_sharded
 from nemo_lowprec.tensors.gradient import computed_dtype, gradient_dtype
+from nemo_lowprec.tensors.weak_hooks import weakly
 
 _plans: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _entries: WeakSet[Any] = WeakSet()
@@ -137,11 +138,12 @@ class GraphEntry:
         computed: Callable[[Tensor], torch.dtype] = computed_dtype,
     ) -> None:
         self._plan = ref(plan) if plan is not None else None
-        self._layer, self._names, self._computed = ref(layer), (name, bias), computed
+        self._layer = ref(layer, weakly(self._forget))  # the plan may live on, and must hold no parameters then
+        self._names, self._computed = (name, bias), computed
         self._forget()
         _entries.add(self)
 
-    def _forget(self) -> None:
+    def _forget(self, layer: Any = None) -> None:
         self.tag: Tensor | None = None
         self.model: Tensor | None = None
         self.signature = ""

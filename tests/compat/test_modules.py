@@ -50,6 +50,29 @@ def test_hooks_of_a_module_are_found_and_removed():
     assert len(seen) == 4 and not modules.has_state_dict_hook(module, after)
 
 
+def test_hooks_of_two_modules_share_an_id():
+    seen = []
+    for module in (nn.Linear(2, 2), nn.Linear(2, 2)):
+        module.register_forward_hook(lambda *_: seen.append("theirs"))
+        own = module.register_forward_hook(
+            lambda module, args, kwargs, out: seen.append(kwargs), prepend=True, with_kwargs=True, always_call=True
+        )
+        module.register_forward_hook(lambda *_: seen.append("last"))
+        assert modules.share_hook_id(own, -7) is own
+        assert -7 in module._forward_hooks and own.id == -7
+        module(input=torch.ones(2))
+        assert [what if isinstance(what, str) else list(what) for what in seen] == [["input"], "theirs", "last"]
+        own.remove()
+        module(torch.ones(2))
+        assert seen[3:] == ["theirs", "last"]
+        assert -7 not in {
+            *module._forward_hooks,
+            *module._forward_hooks_with_kwargs,
+            *module._forward_hooks_always_called,
+        }
+        seen.clear()
+
+
 @pytest.mark.parametrize("which", ["register_step_pre_hook", "register_step_post_hook"])
 def test_a_hook_of_a_step_is_called_first(which):
     optimizer, seen = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), []

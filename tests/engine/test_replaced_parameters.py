@@ -34,14 +34,18 @@ def train(model, optimizer):
         optimizer.step()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_frozen_layer_that_is_replaced_is_freed(level, dtype):
+def test_a_frozen_layer_that_is_replaced_is_freed(level, dtype, compiled):
     model = net()
     model[1].requires_grad_(False).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     del optimizer.param_groups[0]["params"][2:4]
     nemo_lowprec.prepare(model, optimizer, level)
+    if compiled:
+        for layer in model:
+            layer.compile(backend="aot_eager")
     train(model, optimizer)
     gone = weakref.ref(model[1].weight)
     model[1] = nn.Identity()

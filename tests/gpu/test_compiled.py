@@ -1,7 +1,10 @@
 """``torch.compile`` over converted layers on a GPU: one graph, and the losses without it."""
 
+from itertools import groupby, product
+
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from nemo_lowprec import prepare
 from tests.gpu.test_graphs import LEVELS, Model, passes, reasons, train, train_llama
@@ -107,6 +110,28 @@ def test_inductor_compiles_layers_that_share_an_input(level, backend, monkeypatc
     )
     torch.testing.assert_close(found, wanted, rtol=2e-3, atol=0)
     assert "nemo_lowprec::add_dgrad" in called
+
+
+@pytest.mark.parametrize("level, backend", [*product(OF_TE, ["torch", "te"]), ("bf16_mixed", None)])
+def test_blocks_of_the_same_code_share_a_graph_and_give_their_gradients_in_time(level, backend):
+    """The second model finds the graph of the first."""
+    counter, arrived = CompileCounterWithBackend("aot_eager"), []
+    options = {"backend": backend} if backend is not None else {}
+
+    def watch_input(block, args):
+        args[0].register_hook(lambda _: arrived.append("x"))
+
+    for _ in range(2):
+        model, optimizer = made(level, {"backend": counter}, **options)
+        for name, param in model.blocks.named_parameters():
+            param.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(int(name[0])))
+        for block in model.blocks[1:]:
+            block.register_forward_pre_hook(watch_input)
+        for _ in range(3):
+            arrived.clear()
+            train(model, optimizer, level, steps=1)
+            assert [what for what, _ in groupby(arrived)] == [2, "x", 1, "x", 0]
+        assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("level", [*SOME, "msamp_o3", "bf16_mixed"])
