@@ -221,7 +221,8 @@ class GraphEntry:
         if plan.inputs.tag is None or plan.inputs.tag.device != device:
             plan.inputs.tag = _new_tag(device)
         self.model = plan.inputs.tag
-        keeps = plan.weight is not None and plan.weight.keeps
+        # FSDP2 frees a gathered weight between the passes, and a graph would hold what it has made of the weight.
+        keeps = plan.weight is not None and (plan.weight.keeps or plan.weight.gathered)
         if self._signed != (plan.half, keeps):
             self._signed = plan.half, keeps
             self.signature = _signature(plan, keeps)
@@ -287,8 +288,6 @@ def _fits(plan: Any, weight: Tensor) -> bool:
         return False
     if plan is None:
         return True
-    if plan.weight is not None and plan.weight.gathered:
-        return False  # FSDP2 gathers the weight into memory of its own for each pass
     # A layer in half precision computes by operations that the compiler knows.
     return all(plan.backend.packing(operand) is not None for operand in plan.operands.values())
 
@@ -311,5 +310,5 @@ def plan_of(tag: Tensor) -> Any:
 
 
 def kind_of(signature: str) -> tuple[Any, bool]:
-    """(a plan without state that computes so, whether the layers keep their quantized weights)."""
+    """(a plan without state that computes so, whether operators find or make the quantized weights)."""
     return _kinds[signature]  # type: ignore[no-any-return]

@@ -170,7 +170,7 @@ class Fp8Gathered(Shard):
         return Fp8Weight(stored, along.clone(), E4M3, self.gathers_as, self.margin, self.power_of_two)
 
     def renew(self, weight: Any, along: Any) -> None:
-        weight.scale_inv.copy_(along)
+        weight.scale_inv.data.copy_(along)  # its version stays, as FSDP2 leaves that of the data
 
 
 class BlockShard(Fp8Gathered, BlockScaledTensor):

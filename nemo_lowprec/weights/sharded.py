@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nemo_lowprec.compat.compiler import outside_graphs
 from nemo_lowprec.compat.distributed import forget_unreduced_grad, fsdp_units, set_local_tensor, unreduced_grad
 from nemo_lowprec.tensors import BlockShard, Fp8Gathered, FullShard, HalfShard, PlainShard, Shard
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_shard
@@ -99,7 +98,7 @@ class ShardedWeights(WeightStore):
                 set_local_tensor(param, HalfShard(local.to(torch.float16), self.reads_as))
         self.renew_scales()
         self._unit_of = _units(model)
-        before = outside_graphs(self._before_module)
+        before = torch.compiler.disable(self._before_module)  # never a part of a graph: one may have to be whole
         for module in model.modules():
             has_own = any(p is not None for p in module._parameters.values())
             unit = self._unit_of[module]

@@ -1,5 +1,6 @@
 """``torch.compile`` over converted layers on a GPU: one graph, and the losses without it."""
 
+from functools import partial
 from itertools import groupby, product
 
 import pytest
@@ -9,6 +10,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from nemo_lowprec import prepare
 from tests.gpu.test_graphs import LEVELS, Model, passes, reasons, train, train_llama
 from tests.operators import watch_operators
+from tests.processes import on_processes
+from tests.strategies.test_sharded import run as run_sharded
+from tests.strategies.test_sharded_models import Alike
+from tests.support import assert_same
 
 pytestmark = [
     pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -20,6 +25,10 @@ OPTIONS = {"backend": "torch"}
 OF_TE = [
     "bf16_with_fp8_mixed", "bf16_with_fp8_current_scaling_mixed", "bf16_with_fp8_subchannel_scaling_mixed", "msamp_o2",
     "msamp_o3",
+]  # fmt: skip
+SHARDED = [
+    ("bf16_mixed", None), *product([*SOME, "msamp_o3", "bf16_with_fp8_mixed+fp8_params"], ["torch"]),
+    *product(OF_TE, ["te"]),
 ]  # fmt: skip
 
 
@@ -132,6 +141,33 @@ def test_blocks_of_the_same_code_share_a_graph_and_give_their_gradients_in_time(
             train(model, optimizer, level, steps=1)
             assert [what for what, _ in groupby(arrived)] == [2, "x", 1, "x", 0]
         assert counter.frame_count == 1
+
+
+def sharded(rank):
+    """The runs of plain and of compiled blocks, and how many graphs these have."""
+    found = {}
+    for case, backend in SHARDED:
+        torch.compiler.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        level = {"skip": ["*norm*"]} if backend is not None else {}  # the compiler computes norms otherwise
+        options = {"world": 1, "accelerator": "gpu", "max_steps": 3, "backend": backend, "level": level}
+        runs = [run_sharded(case, rank, partial(Alike, 3, each), **options) for each in (None, counter)]
+        found[case, backend] = runs, counter.frame_count
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_sharded(tmp_path_factory):
+    return on_processes(1, tmp_path_factory.mktemp("sharded"), sharded, backend="nccl")[0]
+
+
+@pytest.mark.parametrize("case, backend", SHARDED)
+def test_sharded_blocks_share_a_graph_and_train_bit_for_bit_as_without(of_sharded, case, backend):
+    (plain, compiled), graphs = of_sharded[case, backend]
+    assert graphs == 1
+    assert compiled["losses"] == plain["losses"]
+    assert_same(compiled["grads"], plain["grads"])
+    assert_same(compiled["weights"], plain["weights"])
 
 
 @pytest.mark.parametrize("level", [*SOME, "msamp_o3", "bf16_mixed"])
