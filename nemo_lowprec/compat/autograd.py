@@ -48,9 +48,10 @@ def is_wanted(ctx: Any, index: int) -> bool:
 
 
 def run_early(tensor: Tensor) -> None:
-    """Have backward passes run the node that made ``tensor`` as soon as its gradient is there, as they fill leaves.
+    """Have backward passes run the node of ``tensor`` as soon as the node has its gradient.
 
-    A pass runs the youngest nodes first, so that a node of an earlier pass would come after all those of its own.
+    So autograd accumulates into leaves. Of other nodes autograd runs the newest first: in later passes a node that was
+    made once would run after all others.
     """
     assert tensor.grad_fn is not None
     tensor.grad_fn._set_sequence_nr(2**64 - 1)  # type: ignore[attr-defined]

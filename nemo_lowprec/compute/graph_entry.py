@@ -138,12 +138,12 @@ class GraphEntry:
         computed: Callable[[Tensor], torch.dtype] = computed_dtype,
     ) -> None:
         self._plan = ref(plan) if plan is not None else None
-        self._layer = ref(layer, weakly(self._forget))  # the plan may live on, and must hold no parameters then
+        self._layer = ref(layer, weakly(self._forget))  # the plan may outlive the layer, and must not hold parameters
         self._names, self._computed = (name, bias), computed
         self._forget()
         _entries.add(self)
 
-    def _forget(self, layer: Any = None) -> None:
+    def _forget(self, _: Any = None) -> None:
         self.tag: Tensor | None = None
         self.model: Tensor | None = None
         self.signature = ""
@@ -221,7 +221,8 @@ class GraphEntry:
         if plan.inputs.tag is None or plan.inputs.tag.device != device:
             plan.inputs.tag = _new_tag(device)
         self.model = plan.inputs.tag
-        # FSDP2 frees a gathered weight between the passes, and a graph would hold what it has made of the weight.
+        # FSDP2 frees a gathered weight between the passes. A graph that quantized the weight itself would hold the
+        # quantized weight from forward to backward.
         keeps = plan.weight is not None and (plan.weight.keeps or plan.weight.gathered)
         if self._signed != (plan.half, keeps):
             self._signed = plan.half, keeps
@@ -231,8 +232,8 @@ class GraphEntry:
 def follow_parameters() -> None:
     """Follow the parameters of all layers: compiled graphs see neither new nor frozen ones.
 
-    Layers that were not traced are prepared, too: a block that looks to the compiler like one that it has compiled is
-    not compiled again.
+    Layers that were not traced are prepared, too. The compiler then takes the graph that it has for blocks of the same
+    code, and compiles no other.
     """
     for entry in list(_entries):
         entry._follow_if_moved()

@@ -108,7 +108,7 @@ class _Opened(local):
 
 
 _HALVES = (torch.float16, torch.bfloat16)
-_ENTER_ID, _LEAVE_ID = -1, -2  # of hooks
+_ENTER_ID, _LEAVE_ID = -1, -2  # ids of the two hooks in every module
 _opened = _Opened()
 
 

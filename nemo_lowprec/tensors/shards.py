@@ -170,7 +170,7 @@ class Fp8Gathered(Shard):
         return Fp8Weight(stored, along.clone(), E4M3, self.gathers_as, self.margin, self.power_of_two)
 
     def renew(self, weight: Any, along: Any) -> None:
-        weight.scale_inv.data.copy_(along)  # its version stays, as FSDP2 leaves that of the data
+        weight.scale_inv.data.copy_(along)  # without a new version, as FSDP2 fills the data: autograd saves both
 
 
 class BlockShard(Fp8Gathered, BlockScaledTensor):

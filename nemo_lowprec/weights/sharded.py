@@ -98,7 +98,7 @@ class ShardedWeights(WeightStore):
                 set_local_tensor(param, HalfShard(local.to(torch.float16), self.reads_as))
         self.renew_scales()
         self._unit_of = _units(model)
-        before = torch.compiler.disable(self._before_module)  # never a part of a graph: one may have to be whole
+        before = torch.compiler.disable(self._before_module)  # as FSDP2's own hooks, so that fullgraph=True holds
         for module in model.modules():
             has_own = any(p is not None for p in module._parameters.values())
             unit = self._unit_of[module]
@@ -139,7 +139,7 @@ class ShardedWeights(WeightStore):
             self._meet(others)
             if not any(is_sharded(p) for other in others for p in other._parameters.values() if p is not None):
                 unit.complete = True
-                for hook in unit.inner_hooks:  # torch.compile would break its graph at each
+                for hook in unit.inner_hooks:  # at which torch.compile would break its graphs
                     hook.remove()
                 unit.inner_hooks.clear()
 

@@ -312,9 +312,7 @@ def test_gradients_are_there_when_the_backward_pass_of_their_block_is_over(case)
     for name, param in run.model.blocks.named_parameters():
         param.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(int(name[0])))
     for block in run.model.blocks[1:]:
-        block.register_forward_pre_hook(
-            lambda _, args: args[0].register_hook(lambda _: arrived.append("input")) and None
-        )
+        block.register_forward_pre_hook(watch_input)
     for _ in range(3):
         run.step()
         assert [what for what, _ in groupby(arrived)] == [2, "input", 1, "input", 0]
