@@ -255,7 +255,7 @@ def twins_standing_in(twins: Mapping[int, Tensor]) -> Iterator[None]:
 
 
 class _Sink(torch.autograd.Function):
-    """(a parameter, a tensor [1] of its gradient's dtype) to the sink, of the parameter's shape; for every pass."""
+    """(a parameter, a tensor [] of its gradient's dtype) to the sink, of the parameter's shape; for every pass."""
 
     @staticmethod
     def forward(ctx: Any, param: Tensor, like: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ class _Sink(torch.autograd.Function):
 def _new_sink(param: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor without memory that hands its gradient, of ``dtype``, on to ``param``."""
     with torch.enable_grad():
-        sink: Tensor = _Sink.apply(param, torch.empty(1, dtype=dtype, device=param.device))
+        sink: Tensor = _Sink.apply(param, torch.empty((), dtype=dtype, device=param.device))
     run_early(sink)  # FSDP2 and DDP reduce gradients as soon as a block's backward is over
     keep_address(sink)
     return sink

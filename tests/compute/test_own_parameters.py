@@ -16,6 +16,8 @@ from nemo_lowprec.compute.written import may_write
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
+LEVELS = ["bf16_with_fp8_mixed", "msamp_o2"]
+
 
 class Scaled(nn.Module):
     """Has a parameter that forward reads."""
@@ -23,6 +25,17 @@ class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
         self.gamma = nn.Parameter(torch.linspace(0.5, 1.5, 32))
+
+    def forward(self, x):
+        return x * self.gamma
+
+
+class Gained(nn.Module):
+    """Has a parameter without dimensions that forward reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x):
         return x * self.gamma
@@ -47,15 +60,15 @@ class Table(nn.Embedding):
         return super().forward(torch.arange(4, device=x.device)) + x
 
 
-def prepared(module):
+def prepared(module, level="msamp_o2"):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), module, nn.Linear(32, 32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return prepare(model, optimizer, "msamp_o2", backend="reference")
+    return prepare(model, optimizer, level, backend="reference")
 
 
-def trained(module, compiled, steps=3):
-    model, optimizer = prepared(module)
+def trained(module, level, compiled, steps=3):
+    model, optimizer = prepared(module, level)
     if compiled:
         model[1].compile(backend="aot_eager")
     losses = []
@@ -69,15 +82,20 @@ def trained(module, compiled, steps=3):
     return losses, [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("make", [Scaled, Clamped, Table])
-def test_what_forward_writes_is_kept(make):
-    (losses, weights), (others, compiled) = trained(make(), False), trained(make(), True)
+@pytest.mark.parametrize(
+    ("make", "level"),
+    [*((make, level) for make in (Scaled, Gained, Table) for level in LEVELS), (Clamped, "msamp_o2")],
+)
+def test_what_forward_writes_is_kept(make, level):
+    (losses, weights), (others, compiled) = trained(make(), level, False), trained(make(), level, True)
     assert losses == others
     assert all(torch.equal(one, two) for one, two in zip(weights, compiled, strict=True))
 
 
-def test_a_parameter_that_is_only_read_is_in_the_graph():
-    model, _ = prepared(Scaled())
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("make", [Scaled, Gained])
+def test_a_parameter_that_is_only_read_is_in_the_graph(make, level):
+    model, _ = prepared(make(), level)
     graph = torch.compile(model[1], backend="aot_eager", fullgraph=True)
     x = torch.randn(4, 32)
     assert torch.equal(graph(x), model[1](x))
