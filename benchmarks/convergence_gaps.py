@@ -13,31 +13,47 @@ from scipy import stats
 
 from benchmarks.convergence_run import STEPS, Spec
 
-__all__ = ["BASELINE", "Gap", "chance_of", "change_over", "gaps_at_length", "percent", "short_gaps"]
+__all__ = ["BASELINE", "Chance", "Gap", "chance_by_length", "change_over", "gaps_at_length", "percent"]
 
 BASELINE = "bf16_mixed"
 _SURE = 0.975  # quantile at each end of an interval of 95 %
+_ENOUGH = 4  # degrees of freedom of a standard deviation that intervals are made of
 _DRAWS = 4096  # of the bootstrap
 Runs = Mapping[Spec, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Gap:
-    """How far a level's loss lies above the baseline's, in percent of the baseline's.
+    """How far the loss of a row lies above the baseline's, in percent of that.
 
     Attributes:
-        level: name in the chart.
         percent: mean over seeds, at the end.
         half: half the width of its interval of 95 %.
         change: growth of the gap over the second half of the training, in points.
         change_half: half the width of the interval of ``change``.
     """
 
-    level: str
     percent: float
     half: float
     change: float
     change_half: float
+
+
+@dataclass(frozen=True)
+class Chance:
+    """How far the gap of a pair of runs varies when nothing but chance differs, from runs of one length.
+
+    Attributes:
+        deviation: standard deviation of one pair's gap, in percent; NaN without a degree of freedom.
+        freedom: degrees of freedom of ``deviation``.
+        runs: number of runs.
+        twins: gap of the baseline's second run in percent, by seed.
+    """
+
+    deviation: float
+    freedom: int
+    runs: int
+    twins: dict[int, float]
 
 
 def percent(loss: float, base: float) -> float:
@@ -45,29 +61,34 @@ def percent(loss: float, base: float) -> float:
     return 100 * (loss / base - 1)
 
 
-def short_gaps(runs: Runs) -> dict[str, dict[int, float]]:
-    """Percent by seed of each level, from pairs of short runs that ended; ``twin`` is the baseline's second run."""
-    found: dict[str, dict[int, float]] = defaultdict(dict)
+def chance_by_length(runs: Runs) -> dict[int, Chance]:
+    """The chance of runs that ended, by their number of steps in rising order."""
+    lengths: dict[int, dict[Spec, float]] = defaultdict(dict)
     for spec, run in runs.items():
-        if spec.steps == STEPS or spec.stop < spec.steps or spec.variant not in ("", "twin"):
-            continue
-        base = runs.get(Spec(BASELINE, "", spec.seed, spec.steps, spec.stop))
-        if base is not None and base is not run:
-            found[spec.variant or spec.level][spec.seed] = percent(run["loss"], base["loss"])
-    return dict(found)
+        if spec.stop == spec.steps:
+            lengths[spec.steps][spec] = run["loss"]
+    return {steps: _chance(lengths[steps]) for steps in sorted(lengths)}
 
 
-def chance_of(gaps: Mapping[str, Mapping[int, float]]) -> tuple[float, int]:
-    """Standard deviation of a single pair's gap, pooled over levels, and its degrees of freedom.
+def _chance(losses: Mapping[Spec, float]) -> Chance:
+    """What is left of the logarithms of the losses after an effect of the row and one of the seed.
 
-    The expected gap of a twin is zero. That of a level is the mean over its seeds, which takes a degree of freedom.
+    A twin has the baseline's row. The gap of a pair is a difference of two runs: twice the variance of one.
     """
-    squares, freedom = 0.0, 0
-    for level, by_seed in gaps.items():
-        centre = 0.0 if level == "twin" else statistics.mean(by_seed.values())
-        squares += sum((gap - centre) ** 2 for gap in by_seed.values())
-        freedom += len(by_seed) - (level != "twin")
-    return (squares / freedom) ** 0.5, freedom
+    rows = {spec: spec.row.removesuffix("+twin") for spec in losses}
+    names, seeds = sorted(set(rows.values())), sorted({spec.seed for spec in losses})
+    effects = [[*(row == of for of in names), *(spec.seed == of for of in seeds)] for spec, row in rows.items()]
+    logarithms = 100 * np.log(list(losses.values()))
+    solution, _, rank, _ = np.linalg.lstsq(np.array(effects, dtype=np.float64), logarithms, rcond=None)
+    left = logarithms - np.array(effects, dtype=np.float64) @ solution
+    freedom = len(losses) - int(rank)
+    twins = {
+        spec.seed: percent(loss, losses[base])
+        for spec, loss in losses.items()
+        if spec.variant == "twin" and (base := Spec(BASELINE, "", spec.seed, spec.steps, spec.stop)) in losses
+    }
+    deviation = (2 * float(left @ left) / freedom) ** 0.5 if freedom else float("nan")
+    return Chance(deviation, freedom, len(losses), twins)
 
 
 def text_error(run: Sequence[float], base: Sequence[float]) -> float:
@@ -92,23 +113,26 @@ def change_over(steps: Sequence[int], gaps: Sequence[float]) -> tuple[float, flo
 
 
 def gaps_at_length(runs: Runs) -> dict[str, Gap]:
-    """The gap of each level that has a whole run beside the baseline's of the same seed, in the order of ``runs``."""
-    chance, freedom = chance_of(short_gaps(runs))
-    sure = float(stats.t.ppf(_SURE, freedom))
+    """The gap of each ``Spec.row`` that has a whole run beside the baseline's of the same seed, in order of ``runs``.
+
+    Its interval is made of the chance of the longest runs that leave degrees of freedom enough.
+    """
+    chance = [of for of in chance_by_length(runs).values() if of.freedom >= _ENOUGH][-1]
+    sure = float(stats.t.ppf(_SURE, chance.freedom))
     pairs: dict[str, list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
     for spec, run in runs.items():
         base = runs.get(Spec(BASELINE, "", spec.seed, STEPS, STEPS))
         if spec.is_whole and base is not None and base is not run:
-            pairs[spec.level].append((run, base))
+            pairs[spec.row].append((run, base))
     found = {}
-    for level, of in pairs.items():
+    for row, of in pairs.items():
         mean = statistics.mean(percent(run["loss"], base["loss"]) for run, base in of)
         text = statistics.mean(text_error(run["blocks"], base["blocks"]) for run, base in of)
-        half = sure * (chance**2 / len(of) + text**2) ** 0.5
+        half = sure * (chance.deviation**2 / len(of) + text**2) ** 0.5
         steps = [int(step) for step in of[0][0]["validations"] if int(step) >= STEPS // 2]
         curve = [
             statistics.mean(percent(run["validations"][str(s)], base["validations"][str(s)]) for run, base in of)
             for s in steps
         ]
-        found[level] = Gap(level, mean, half, *change_over(steps, curve))
+        found[row] = Gap(mean, half, *change_over(steps, curve))
     return found

@@ -36,6 +36,7 @@ BLOCK = 16  # samples of a block, of which the bootstrap draws
 # Arguments of the level by variant: ``msamp_o2+coarse``. ``twin`` trains another first weight, and ``watched`` adds the
 # monitor, which does not change the training.
 VARIANTS: dict[str, dict[str, Any]] = {
+    "stochastic": {"stochastic_rounding": True},
     "coarse": {"fp8": "e4m3", "fp8_margin": 8, "fp8_amax_history_len": 1, "fp8_amax_compute_algo": "most_recent"},
     "twin": {},
     "watched": {},
@@ -54,8 +55,13 @@ class Spec:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the run has ``STEPS`` steps, at the level's own arguments."""
-        return self.steps == self.stop == STEPS and self.variant in ("", "watched")
+        """Whether the run has ``STEPS`` steps."""
+        return self.steps == self.stop == STEPS
+
+    @property
+    def row(self) -> str:
+        """The level and its variant: a watched run is trained as any other."""
+        return self.level if self.variant in ("", "watched") else f"{self.level}+{self.variant}"
 
     @classmethod
     def parse(cls, text: str) -> Spec:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
-from benchmarks.convergence_gaps import BASELINE, chance_of, gaps_at_length, percent, short_gaps
-from benchmarks.convergence_run import EVERY, STEPS, Spec
+from benchmarks.convergence_gaps import BASELINE, chance_by_length, gaps_at_length, percent
+from benchmarks.convergence_run import BATCH, EVERY, SEQUENCE, STEPS, Spec
 from benchmarks.pictures import LINES, OTHERS, Line, Lines, Panel, Picture
 from benchmarks.record import RESULTS, read
 from benchmarks.rst import block, origin, simple_table
 from nemo_lowprec.chart import CHART
 
-__all__ = ["GOAL", "ablation", "by_kind", "curves_picture", "gaps", "runs", "short"]
+__all__ = ["GOAL", "ablation", "by_kind", "chance", "curves_picture", "gaps", "runs"]
 
 GOAL = 0.3  # percent
+_VARIANTS = {"twin": "another first weight", "stochastic": "stochastic rounding", "coarse": "coarse scaling"}
 _FILE = RESULTS / "convergence_h200.jsonl"
 
 
@@ -32,72 +32,88 @@ def runs() -> dict[Spec, dict[str, Any]]:
 
 
 def _whole() -> dict[str, dict[str, Any]]:
-    """The whole run of each level with seed 0."""
-    return {
-        spec.level: run for spec, run in runs().items() if spec.seed == 0 and spec.is_whole
-    }  # fmt: skip
+    """The whole runs with seed 0 by their row: the baseline's, its twin's, each level's and variant's."""
+    return {spec.row: run for spec, run in runs().items() if spec.seed == 0 and spec.is_whole}
+
+
+def _name(row: str, mark: str = "") -> str:
+    level, _, variant = row.partition("+")
+    return f"{mark}{level}{mark}" + (f", {_VARIANTS[variant]}" if variant else "")
+
+
+def _shown(row: str) -> str:
+    return _name(row, "``")
 
 
 def gaps() -> str:
     """Final losses and their gaps."""
     found, whole = gaps_at_length(runs()), _whole()
-    furthest = max(found.values(), key=lambda gap: abs(gap.percent))
-    most = max(gap.change for gap in found.values())
+    levels = {row: gap for row, gap in found.items() if row in CHART}
+    furthest = max(levels, key=lambda level: abs(levels[level].percent))
+    grown = [level for level, gap in levels.items() if gap.change > gap.change_half]
+    half = "no gap grew" if not grown else f"the gaps of {', '.join(map(_shown, grown))} grew"
     takeaway = (
-        f"After {whole[BASELINE]['tokens'] / 1e6:.0f} M tokens the losses of {len(found)} levels lie at most "
-        f"{abs(furthest.percent):.2f} % from ``{BASELINE}``'s (``{furthest.level}``); the goal is {GOAL} %. Over the "
-        f"second half of the training no gap grew by more than {max(0.0, most):.2f} points."
+        f"After {whole[BASELINE]['tokens'] / 1e6:.0f} M tokens the losses of {len(levels)} levels lie at most "
+        f"{abs(levels[furthest].percent):.2f} % from ``{BASELINE}``'s (``{furthest}``); the goal is {GOAL} %. Over "
+        f"the second half of the training {half} by more than its interval."
     )
-    rows = [(f"``{BASELINE}``", f"{whole[BASELINE]['loss']:.4f}", "", "")]
-    for level, gap in found.items():
-        rows.append((
-            f"``{level}``", f"{whole[level]['loss']:.4f}", f"{gap.percent:+.2f} ± {gap.half:.2f}",
-            f"{gap.change:+.2f} ± {gap.change_half:.2f}",
-        ))  # fmt: skip
-    header = ("Level", "final loss", "gap, %", "change of the gap over the second half, points")
+    figures = {row: (_shown(row), f"{run['seconds'] / 60:.1f}", f"{run['loss']:.4f}") for row, run in whole.items()}
+    rows = [(*figures[BASELINE], "", "")]
+    for row, gap in found.items():
+        apart = (f"{gap.percent:+.2f} ± {gap.half:.2f}", f"{gap.change:+.2f} ± {gap.change_half:.2f}")
+        rows.append((*figures[row], *apart))
+    header = ("Level", "minutes", "final loss", "gap, %", "growth, points")
     return block(takeaway, simple_table(header, rows), origin(read(_FILE)[0]))
 
 
 def by_kind() -> str:
-    """Accuracy of the next token by its kind."""
+    """Accuracy of the next token by its kind, and how far the levels and the twin are from it."""
     whole = _whole()
-    levels = [level for level in whole if level != BASELINE]
     base = whole[BASELINE]["by_kind"]
-    most, at, of = max(
-        (abs(whole[level]["by_kind"][kind]["accuracy"] - base[kind]["accuracy"]), level, kind)
-        for level in levels
-        for kind in base
-    )
-    takeaway = f"Accuracies differ by at most {100 * most:.2f} points from ``{BASELINE}``'s: {of} at ``{at}``."
-    rows = [
-        (
+
+    def apart(row: str, kind: str) -> float:
+        return 100 * (whole[row]["by_kind"][kind]["accuracy"] - base[kind]["accuracy"])
+
+    levels = [row for row in whole if row in CHART and row != BASELINE]
+    twins = [row for row in whole if row == f"{BASELINE}+twin"]
+    most, at, of = max((abs(apart(level, kind)), level, kind) for level in levels for kind in base)
+    takeaway = f"Accuracies differ by at most {most:.2f} points from ``{BASELINE}``'s: {of} at ``{at}``."
+    rows = []
+    for kind, figures in base.items():
+        points = [apart(level, kind) for level in levels]
+        rows.append((
             kind, f"{figures['tokens']:,}", f"{100 * figures['accuracy']:.2f}",
-            *(f"{100 * (whole[level]['by_kind'][kind]['accuracy'] - figures['accuracy']):+.2f}" for level in levels),
-        )
-        for kind, figures in base.items()
-    ]  # fmt: skip
-    header = ("Kind of token", "tokens", f"``{BASELINE}``, %", *(f"``{level}``" for level in levels))
+            f"{min(points):+.2f} to {max(points):+.2f}", *(f"{apart(twin, kind):+.2f}" for twin in twins),
+        ))  # fmt: skip
+    header = (
+        "Kind of token",
+        "tokens",
+        f"``{BASELINE}``, %",
+        "levels, points",
+        *(_VARIANTS["twin"] for _ in twins),
+    )
     return block(takeaway, simple_table(header, rows))
 
 
-def short() -> str:
-    """Gaps of short runs, by seed: the chance that a single pair has."""
-    found = short_gaps(runs())
-    chance, freedom = chance_of(found)
-    tokens = next(run["tokens"] for spec, run in runs().items() if spec.steps != STEPS)
-    takeaway = (
-        f"The gap of one pair of runs of {tokens / 1e6:.0f} M tokens varies by ± {chance:.2f} % (one standard "
-        f"deviation, {freedom} degrees of freedom)."
-    )
+def chance() -> str:
+    """The standard deviation of a gap by chance, by the length of the runs."""
+    found = chance_by_length(runs())
+    known = {steps: of for steps, of in found.items() if of.freedom}
+    parts = [f"{of.deviation:.2f} % after {_millions(steps)}" for steps, of in known.items()]
+    takeaway = f"Chance moves the gap of one pair of runs by a standard deviation of {', and '.join(parts)} tokens."
     rows = [
         (
-            f"``{BASELINE}``, another first weight" if level == "twin" else f"``{level}``",
-            f"{statistics.mean(by_seed.values()):+.2f}",
-            ", ".join(f"{by_seed[seed]:+.2f}" for seed in sorted(by_seed)),
+            _millions(steps), str(of.runs), f"{of.deviation:.2f}" if of.freedom else "", str(of.freedom),
+            ", ".join(f"{of.twins[seed]:+.2f}" for seed in sorted(of.twins)),
         )
-        for level, by_seed in found.items()
-    ]
-    return block(takeaway, simple_table(("Level", "mean gap, %", "by seed"), rows))
+        for steps, of in found.items()
+    ]  # fmt: skip
+    header = ("Tokens a run", "runs", "deviation, %", "degrees of freedom", f"gaps of second ``{BASELINE}`` runs, %")
+    return block(takeaway, simple_table(header, rows))
+
+
+def _millions(steps: int) -> str:
+    return f"{steps * SEQUENCE * BATCH / 1e6:.0f} M"
 
 
 def ablation() -> str:
@@ -124,15 +140,15 @@ def ablation() -> str:
 def curves_picture() -> Picture:
     """Training losses, and the gaps of validation losses with the band of chance."""
     found, whole = gaps_at_length(runs()), _whole()
-    half = max(gap.half for gap in found.values())
+    half = round(max(gap.half for gap in found.values()), 2)
     colours = dict(zip(found, LINES, strict=False))
     base = whole[BASELINE]
     losses = [Line(BASELINE, tuple(base["train_loss"]), OTHERS, behind=True)]
-    losses += [Line(level, tuple(whole[level]["train_loss"]), colours[level]) for level in found]
+    losses += [Line(_name(row), tuple(whole[row]["train_loss"]), colours[row]) for row in found if row in CHART]
     steps = [step for step in base["validations"] if int(step) >= STEPS // 10]
     apart = tuple(
-        Line(level, tuple(percent(whole[level]["validations"][s], base["validations"][s]) for s in steps), colour)
-        for level, colour in colours.items()
+        Line(_name(row), tuple(percent(whole[row]["validations"][s], base["validations"][s]) for s in steps), colour)
+        for row, colour in colours.items()
     )
     furthest = max(abs(y) for line in apart for y in line.ys)
     limit = round(1.2 * max(furthest, half, GOAL), 2)
@@ -145,12 +161,10 @@ def curves_picture() -> Picture:
         f"The training losses lie on each other; the gaps of the validation losses stay within {furthest:.2f} %. The "
         f"band is ± {half:.2f} %: a gap within it can be chance."
     )
-    shown = (
-        f"Lines: the mean loss of every {EVERY} steps, and gaps of {len(found)} levels to ``{BASELINE}`` from a tenth "
-        "of the training on."
-    )
+    shown = f"Lines: the mean loss of every {EVERY} steps, and gaps to ``{BASELINE}`` from a tenth of the training on."
+    names = ", ".join(line.label for line in apart)
     alt = (
-        f"Left: training losses over steps of {BASELINE} and {', '.join(found)}, on each other. Right: their gaps in "
-        f"percent, within {furthest:.2f}, and a band of {half:.2f} around zero."
+        f"Left: training losses over steps, on each other. Right: gaps of {names} to {BASELINE} in percent, within "
+        f"{furthest:.2f}, and a band of {half:.2f} around zero."
     )
     return Picture("convergence_h200.png", see, shown, Lines("step", panels, alt))

@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks import (
     bar_pictures,
     choice_tables,
+    convergence_tables,
     everyday_tables,
     expert_tables,
     face_tables,
@@ -44,7 +45,7 @@ _ROOT = Path(__file__).parent.parent
 _DOCS = _ROOT / "docs"
 README, MEASURED = _ROOT / "README.rst", _DOCS / "measured.rst"
 _MADE = ("from_accelerate", "from_msamp", "from_nemo")
-_PAGES = ("figures", "watching", "profiling", "advising", "which_level", "numerics", "support", *_MADE)
+_PAGES = ("figures", "convergence", "watching", "profiling", "advising", "which_level", "numerics", "support", *_MADE)
 LEVEL_PAGES = tuple(_DOCS / "levels" / f"{name}.rst" for name in ("index", *CHART))
 DOCUMENTS = (README, MEASURED, *(_DOCS / f"{name}.rst" for name in _PAGES), *LEVEL_PAGES)
 
@@ -78,6 +79,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "others_picture": loss_tables.others_picture,
     "replicated_picture": parallel_tables.replicated_picture,
     "sharded_picture": parallel_tables.sharded_picture,
+    "convergence_picture": convergence_tables.curves_picture,
     "megatron_parity_picture": megatron_tables.parity_picture,
     "megatron_seeds_picture": megatron_tables.seeds_picture,
     **bar_pictures.PICTURES,
@@ -99,6 +101,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "msamp_refused": face_tables.msamp_refused,
     "aliases": face_tables.aliases,
     "watched": watch_tables.watched,
+    "lost": watch_tables.lost,
     "versions": support_tables.versions,
     "version_ends": support_tables.version_ends,
     "ran_on": support_tables.ran_on,
@@ -121,6 +124,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "rowwise": step_tables.rowwise,
     "parity": loss_tables.parity,
     "image_parity": loss_tables.image_parity,
+    "convergence_gaps": convergence_tables.gaps,
+    "convergence_chance": convergence_tables.chance,
+    "convergence_kinds": convergence_tables.by_kind,
     "optimizer_step": kernel_tables.optimizer_step,
     "muon_bytes": muon_tables.muon_bytes,
     "muon_step": muon_tables.muon_step,

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.record import RESULTS, origins_of, read
 from benchmarks.rst import block, failure, origin, simple_table
 
-__all__ = ["advice", "monitor", "profiles", "watched"]
+__all__ = ["advice", "lost", "monitor", "profiles", "watched"]
 
 _EXTREMES = {"sqnr": 1, "underflow": 2, "saturation": 2}  # metrics and their digits
 _RUNS = "bf16", "low"
@@ -47,22 +47,44 @@ def monitor(path: Path = RESULTS / "monitor_h200.jsonl") -> str:
 def watched(path: Path = RESULTS / "watched.jsonl") -> str:
     """The extreme numbers of operands over whole runs."""
     origins, figures = read(path)
-    longest = max(figures, key=lambda f: f["steps"])
-    inputs, gradients = (longest["operands"][kind]["sqnr"] for kind in ("input", "grad_output"))
-    model = f"a model of {longest['parameters'] / 1e6:.0f} M parameters ({longest['device']})"
+    longest = _longest(figures)
+    inputs, gradients = (min(f["operands"][kind]["sqnr"] for f in longest) for kind in ("input", "grad_output"))
+    run = longest[0]
+    model = f"a model of {run['parameters'] / 1e6:.0f} M parameters ({run['device']})"
     takeaway = (
-        f"In {longest['samples']} samples of {longest['steps']:,} steps of {model} each layer's input had an SQNR of "
+        f"In {run['samples']} samples of {run['steps']:,} steps of {model} each layer's input had an SQNR of "
         f"{inputs:.1f} dB or more, and each output gradient one of {gradients:.1f} dB or more; E4M3's rounding alone "
         "gives 31.5 dB, and E5M2's 25.6 dB. In brackets is the step."
     )
     rows = []
     for f in figures:
-        run = f"``{f['level']}``, {f['parameters'] / 1e6:.0f} M"
+        row = f"``{f['level']}``, {f['parameters'] / 1e6:.0f} M"
         for kind, of in f["operands"].items():
             numbers = (f"{of[metric]:.{digits}f} ({of[f'{metric}_step']:,})" for metric, digits in _EXTREMES.items())
-            rows.append((run, kind.replace("grad_output", "gradient"), *numbers))
+            rows.append((row, kind.replace("grad_output", "gradient"), *numbers))
     header = ("Level, parameters", "operand", "least SQNR, dB", "most underflow, %", "saturation, %")
     return block(takeaway, simple_table(header, rows), origin(origins))
+
+
+def _longest(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    steps = max(f["steps"] for f in figures)
+    return [f for f in figures if f["steps"] == steps]
+
+
+def lost(path: Path = RESULTS / "watched.jsonl") -> str:
+    """The share of elements that an update left as they were, over the longest runs."""
+    figures = read(path)[1]
+    longest = _longest(figures)
+    last = longest[0]["steps"]
+    steps = [str(last * part // 30) for part in (1, 10, 20, 25, 30)]
+    most = max(longest, key=lambda f: f["lost"][str(last)])
+    takeaway = (
+        f"At ``{most['level']}`` an update leaves {most['lost'][steps[0]]:.0f} % of the elements of the median weight "
+        f"as they were early in a training, and {most['lost'][str(last)]:.0f} % in its last step, where the learning "
+        "rate is a tenth."
+    )
+    rows = [(f"``{f['level']}``", *(f"{f['lost'][step]:.1f}" for step in steps)) for f in longest]
+    return block(takeaway, simple_table(("Lost updates, %, at step", *(f"{int(s):,}" for s in steps)), rows))
 
 
 def profiles(path: Path = RESULTS / "profile_h100.jsonl") -> str:

@@ -74,7 +74,7 @@ def test_a_spec_is_read_as_it_is_written() -> None:
     assert Spec.parse("msamp_o2:1~1024").stop == 1024
     for text in ("bf16_mixed:0", "msamp_o2+coarse:1@128", "bf16_mixed+twin:2~1024", "msamp_o2:1~1024@128"):
         assert str(Spec.parse(text)) == text
-    with pytest.raises(ValueError, match=r"coarse, twin, watched"):
+    with pytest.raises(ValueError, match=r"stochastic, coarse, twin, watched"):
         Spec.parse("msamp_o2+finer:1")
     with pytest.raises(ValueError, match=r"LEVEL\[\+VARIANT\]:SEED"):
         Spec.parse("bf17:0")

@@ -1,17 +1,19 @@
 """The statistics of benchmarks.convergence, on losses whose gaps are known."""
 
 import json
+import math
 import random
 from pathlib import Path
 
 import pytest
 
 from benchmarks import convergence_tables
-from benchmarks.convergence_gaps import chance_of, change_over, gaps_at_length, short_gaps, text_error
+from benchmarks.convergence_gaps import chance_by_length, change_over, gaps_at_length, text_error
 from benchmarks.convergence_run import STEPS, VALIDATE, Spec
 
 SHORT = 1024
 ENDS = {"bf16_mixed": 0.0, "bf16_with_fp8_mixed": 0.1, "msamp_o2": 0.24}  # gaps in percent
+ROWS = (*((level, "") for level in ENDS), ("bf16_mixed", "twin"))
 
 
 def run(spec: Spec, gap: float) -> dict:
@@ -21,7 +23,7 @@ def run(spec: Spec, gap: float) -> dict:
     blocks = [times * text.uniform(0.9, 1.3) for _ in range(64)]
     kinds = {"comment": (100, 2.0, 0.5), "keyword": (50, 0.9, 0.7 - gap / 100)}
     return {
-        "benchmark": "convergence", "run": str(spec), "text": "a1", "tokens": 32_768 * spec.stop,
+        "benchmark": "convergence", "run": str(spec), "text": "a1", "tokens": 32_768 * spec.stop, "seconds": 744.0,
         "loss": sum(blocks) / len(blocks),
         "blocks": blocks,
         "validations": {str(s): times * (1 + 9 / s) for s in range(VALIDATE, spec.stop + 1, VALIDATE)},
@@ -32,30 +34,38 @@ def run(spec: Spec, gap: float) -> dict:
 
 @pytest.fixture(scope="module")
 def runs() -> dict[Spec, dict]:
-    found = {}
-    for level, gap in ENDS.items():
-        found[Spec(level, "", 0, STEPS, STEPS)] = run(Spec(level, "", 0, STEPS, STEPS), gap)
-        for seed in (1, 2, 3):
-            found[Spec(level, "", seed, SHORT, SHORT)] = run(Spec(level, "", seed, SHORT, SHORT), gap * (seed / 2))
-    for seed in (1, 2):
-        found[Spec("bf16_mixed", "twin", seed, SHORT, SHORT)] = run(
-            Spec("bf16_mixed", "twin", seed, SHORT, SHORT), 0.06
-        )
-    stopped = Spec("bf16_with_fp8_mixed", "coarse", 0, STEPS, 1024)
-    return {**found, stopped: run(stopped, 4.0)}
+    ends = {Spec(level, "", 0, STEPS, STEPS): gap for level, gap in ENDS.items()}
+    ends[Spec("bf16_mixed", "twin", 0, STEPS, STEPS)] = -0.05
+    ends[Spec("bf16_with_fp8_mixed", "coarse", 0, STEPS, SHORT)] = 4.0
+    for seed in (1, 2, 3):
+        ends |= {Spec(level, "", seed, SHORT, SHORT): gap * (seed / 2) for level, gap in ENDS.items()}
+    ends |= {Spec("bf16_mixed", "twin", seed, SHORT, SHORT): 0.06 for seed in (1, 2)}
+    return {spec: run(spec, gap) for spec, gap in ends.items()}
 
 
-def test_gaps_of_short_runs_are_those_of_pairs(runs: dict[Spec, dict]) -> None:
-    found = short_gaps(runs)
-    assert found["msamp_o2"] == pytest.approx({1: 0.12, 2: 0.24, 3: 0.36})
-    assert found["twin"] == pytest.approx({1: 0.06, 2: 0.06})
-    assert set(found) == {"bf16_with_fp8_mixed", "msamp_o2", "twin"}
+def test_chance_is_pooled_over_the_runs_of_a_length(runs: dict[Spec, dict]) -> None:
+    chance = chance_by_length(runs)[SHORT]
+    assert (chance.runs, chance.freedom) == (11, 11 - (3 + 3 - 1))  # levels and seeds share one effect
+    assert chance.twins == pytest.approx({1: 0.06, 2: 0.06})
 
 
-def test_chance_is_pooled_over_levels(runs: dict[Spec, dict]) -> None:
-    chance, freedom = chance_of(short_gaps(runs))
-    squares = 2 * 0.05**2 + 2 * 0.12**2 + 2 * 0.06**2  # about each level's mean, and about zero for twins
-    assert freedom == 2 + 2 + 2 and chance == pytest.approx((squares / 6) ** 0.5)
+def test_chance_is_that_of_a_difference_of_two_runs() -> None:
+    noise = random.Random(0)
+    found = []
+    for _ in range(60):
+        specs = [Spec(level, variant, seed, SHORT, SHORT) for level, variant in ROWS for seed in range(4)]
+        # An effect of the level and one of the seed are no chance.
+        ends = {spec: noise.gauss(0, 0.1) + 3 * spec.seed + 7 * (spec.level == "msamp_o2") for spec in specs}
+        found.append(chance_by_length({spec: {"loss": math.exp(end / 100)} for spec, end in ends.items()})[SHORT])
+    assert {of.freedom for of in found} == {16 - (3 + 4 - 1)}
+    variance = sum(of.deviation**2 for of in found) / len(found)
+    assert variance == pytest.approx(2 * 0.1**2, rel=0.15)  # 600 degrees of freedom: 6 %
+
+
+def test_runs_without_a_second_seed_tell_nothing_of_chance(runs: dict[Spec, dict]) -> None:
+    one = {spec: run for spec, run in runs.items() if spec.is_whole and spec.variant != "twin"}
+    assert chance_by_length(one)[STEPS].freedom == 0 and math.isnan(chance_by_length(one)[STEPS].deviation)
+    assert chance_by_length(runs)[STEPS].freedom == 1
 
 
 def test_the_text_is_a_sample_only_where_blocks_differ_in_their_gaps() -> None:
@@ -76,9 +86,9 @@ def test_a_gap_that_grows_is_seen_as_a_change() -> None:
 
 def test_intervals_hold_chance_and_text(runs: dict[Spec, dict]) -> None:
     found = gaps_at_length(runs)
-    assert list(found) == ["bf16_with_fp8_mixed", "msamp_o2"]
+    assert list(found) == ["bf16_with_fp8_mixed", "msamp_o2", "bf16_mixed+twin"]
     gap = found["msamp_o2"]
-    chance, _ = chance_of(short_gaps(runs))
+    chance = chance_by_length(runs)[SHORT].deviation  # whole runs leave one degree of freedom: too few
     assert gap.percent == pytest.approx(0.24)
     assert gap.half == pytest.approx(2.447 * chance, rel=1e-3)  # t of 6 degrees of freedom; blocks have equal gaps
     assert gap.change == pytest.approx(0, abs=1e-9)
@@ -97,13 +107,18 @@ def test_the_tables_say_what_was_found(runs: dict[Spec, dict], tmp_path: Path, m
     monkeypatch.setattr(convergence_tables, "_FILE", file)
     gaps = convergence_tables.gaps()
     assert "at most 0.24 % from ``bf16_mixed``'s (``msamp_o2``); the goal is 0.3 %" in gaps
-    assert "+0.10 ± 0.20" in gaps and "python -m benchmarks.convergence" in gaps
-    assert "at most 0.24 points from ``bf16_mixed``'s: keyword at ``msamp_o2``" in convergence_tables.by_kind()
-    assert "+0.12, +0.24, +0.36" in convergence_tables.short()
+    assert "12.4" in gaps and "no gap grew" in gaps and "+0.10 ± " in gaps
+    assert "``bf16_mixed``, another first weight" in gaps and "-0.05 ± " in gaps
+    assert "python -m benchmarks.convergence" in gaps
+    kinds = convergence_tables.by_kind()
+    assert "at most 0.24 points from ``bf16_mixed``'s: keyword at ``msamp_o2``" in kinds
+    assert "-0.24 to -0.10" in kinds and "+0.05" in kinds
+    chance = convergence_tables.chance()
+    assert "% after 34 M, and" in chance and "+0.06, +0.06" in chance
     assert "+4.00 % after 1,024 steps, and +0.10 %" in convergence_tables.ablation()
     picture = convergence_tables.curves_picture()
     picture.draw(tmp_path)
-    assert picture.data.marks == 5 and (tmp_path / picture.file).stat().st_size > 10_000
+    assert picture.data.marks == 6 and (tmp_path / picture.file).stat().st_size > 10_000
 
 
 def test_runs_of_different_texts_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,23 @@ def test_operands_of_the_longest_run_are_named_in_the_sentence(table):
     ]
 
 
+def test_lost_updates_are_those_of_the_longest_runs(tmp_path):
+    def run(level, steps, most):
+        return {
+            "benchmark": "watched", "level": level, "steps": steps,
+            "lost": {str(step): most * step / steps for step in range(10, steps + 1, 10)},
+        }  # fmt: skip
+
+    path = tmp_path / "results.jsonl"
+    figures = run("zero", 30, 9.0), run("one", 300, 0.0), run("two", 300, 45.0)
+    path.write_text("\n".join(map(json.dumps, (ORIGIN, *figures))))
+    sentence, lines = watch_tables.lost(path).split("\n\n")
+    assert sentence.startswith("At ``two`` an update leaves 2 % of the elements")
+    assert "and 45 % in its last step" in sentence.replace("\n", " ")
+    rows = [line.split() for line in lines.splitlines()[3:-1]]
+    assert rows == [["``one``", *["0.0"] * 5], ["``two``", "1.5", "15.0", "30.0", "37.5", "45.0"]]
+
+
 def test_every_part_of_a_profile_has_a_heading():
     assert set(watch_tables._PARTS) == set(PARTS)
 
