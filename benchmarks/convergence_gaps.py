@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,10 @@ from scipy import stats
 
 from benchmarks.convergence_run import STEPS, Spec
 
-__all__ = ["BASELINE", "Chance", "Gap", "chance_by_length", "change_over", "gaps_at_length", "percent"]
+__all__ = ["BASELINE", "TWIN", "Chance", "Gap", "chance_by_length", "change_over", "gaps_at_length", "percent"]
 
 BASELINE = "bf16_mixed"
+TWIN = f"{BASELINE}+twin"  # row of the baseline's second run
 _SURE = 0.975  # quantile at each end of an interval of 95 %
 _ENOUGH = 4  # degrees of freedom of a standard deviation that intervals are made of
 _DRAWS = 4096  # of the bootstrap
@@ -24,7 +25,7 @@ Runs = Mapping[Spec, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Gap:
-    """How far the loss of a row lies above the baseline's, in percent of that.
+    """How far the loss of a row lies above the baseline's, in percent of the baseline's loss.
 
     Attributes:
         percent: mean over seeds, at the end.
@@ -75,17 +76,20 @@ def _chance(losses: Mapping[Spec, float]) -> Chance:
 
     A twin has the baseline's row. The gap of a pair is a difference of two runs: twice the variance of one.
     """
-    rows = {spec: spec.row.removesuffix("+twin") for spec in losses}
+    rows = {spec: BASELINE if spec.row == TWIN else spec.row for spec in losses}
     names, seeds = sorted(set(rows.values())), sorted({spec.seed for spec in losses})
-    effects = [[*(row == of for of in names), *(spec.seed == of for of in seeds)] for spec, row in rows.items()]
+    effects = np.array(
+        [[*(row == of for of in names), *(spec.seed == of for of in seeds)] for spec, row in rows.items()],
+        dtype=np.float64,
+    )
     logarithms = 100 * np.log(list(losses.values()))
-    solution, _, rank, _ = np.linalg.lstsq(np.array(effects, dtype=np.float64), logarithms, rcond=None)
-    left = logarithms - np.array(effects, dtype=np.float64) @ solution
+    solution, _, rank, _ = np.linalg.lstsq(effects, logarithms, rcond=None)
+    left = logarithms - effects @ solution
     freedom = len(losses) - int(rank)
     twins = {
         spec.seed: percent(loss, losses[base])
         for spec, loss in losses.items()
-        if spec.variant == "twin" and (base := Spec(BASELINE, "", spec.seed, spec.steps, spec.stop)) in losses
+        if spec.row == TWIN and (base := replace(spec, variant="")) in losses
     }
     deviation = (2 * float(left @ left) / freedom) ** 0.5 if freedom else float("nan")
     return Chance(deviation, freedom, len(losses), twins)
@@ -115,7 +119,7 @@ def change_over(steps: Sequence[int], gaps: Sequence[float]) -> tuple[float, flo
 def gaps_at_length(runs: Runs) -> dict[str, Gap]:
     """The gap of each ``Spec.row`` that has a whole run beside the baseline's of the same seed, in order of ``runs``.
 
-    Its interval is made of the chance of the longest runs that leave degrees of freedom enough.
+    The interval of a gap is made of the chance of the longest runs with at least ``_ENOUGH`` degrees of freedom.
     """
     chance = [of for of in chance_by_length(runs).values() if of.freedom >= _ENOUGH][-1]
     sure = float(stats.t.ppf(_SURE, chance.freedom))

@@ -60,7 +60,7 @@ class Spec:
 
     @property
     def row(self) -> str:
-        """The level and its variant: a watched run is trained as any other."""
+        """The level and its variant; a watched run has the row of the level, as the monitor changes no training."""
         return self.level if self.variant in ("", "watched") else f"{self.level}+{self.variant}"
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.convergence_gaps import BASELINE, chance_by_length, gaps_at_length, percent
+from benchmarks.convergence_gaps import BASELINE, TWIN, chance_by_length, gaps_at_length, percent
 from benchmarks.convergence_run import BATCH, EVERY, SEQUENCE, STEPS, Spec
 from benchmarks.pictures import LINES, OTHERS, Line, Lines, Panel, Picture
 from benchmarks.record import RESULTS, read
@@ -51,11 +51,13 @@ def gaps() -> str:
     levels = {row: gap for row, gap in found.items() if row in CHART}
     furthest = max(levels, key=lambda level: abs(levels[level].percent))
     grown = [level for level, gap in levels.items() if gap.change > gap.change_half]
-    half = "no gap grew" if not grown else f"the gaps of {', '.join(map(_shown, grown))} grew"
+    growth = "no gap grew" if not grown else f"the gaps of {', '.join(map(_shown, grown))} grew"
+    widest = max(gap.half for gap in levels.values())
     takeaway = (
         f"After {whole[BASELINE]['tokens'] / 1e6:.0f} M tokens the losses of {len(levels)} levels lie at most "
-        f"{abs(levels[furthest].percent):.2f} % from ``{BASELINE}``'s (``{furthest}``); the goal is {GOAL} %. Over "
-        f"the second half of the training {half} by more than its interval."
+        f"{abs(levels[furthest].percent):.2f} % from ``{BASELINE}``'s (``{furthest}``); the goal is {GOAL} %, and "
+        f"the widest interval is ± {widest:.2f} %. Over the second half of the training {growth} by more than its "
+        "interval."
     )
     figures = {row: (_shown(row), f"{run['seconds'] / 60:.1f}", f"{run['loss']:.4f}") for row, run in whole.items()}
     rows = [(*figures[BASELINE], "", "")]
@@ -67,7 +69,7 @@ def gaps() -> str:
 
 
 def by_kind() -> str:
-    """Accuracy of the next token by its kind, and how far the levels and the twin are from it."""
+    """Accuracy of the next token by its kind at the baseline, and the differences of the levels and the twin."""
     whole = _whole()
     base = whole[BASELINE]["by_kind"]
 
@@ -75,7 +77,7 @@ def by_kind() -> str:
         return 100 * (whole[row]["by_kind"][kind]["accuracy"] - base[kind]["accuracy"])
 
     levels = [row for row in whole if row in CHART and row != BASELINE]
-    twins = [row for row in whole if row == f"{BASELINE}+twin"]
+    twins = [row for row in whole if row == TWIN]
     most, at, of = max((abs(apart(level, kind)), level, kind) for level in levels for kind in base)
     takeaway = f"Accuracies differ by at most {most:.2f} points from ``{BASELINE}``'s: {of} at ``{at}``."
     rows = []
@@ -139,7 +141,8 @@ def ablation() -> str:
 
 def curves_picture() -> Picture:
     """Training losses, and the gaps of validation losses with the band of chance."""
-    found, whole = gaps_at_length(runs()), _whole()
+    whole = _whole()
+    found = {row: gap for row, gap in gaps_at_length(runs()).items() if row in CHART or row == TWIN}
     half = round(max(gap.half for gap in found.values()), 2)
     colours = dict(zip(found, LINES, strict=False))
     base = whole[BASELINE]

@@ -72,16 +72,16 @@ def _longest(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def lost(path: Path = RESULTS / "watched.jsonl") -> str:
-    """The share of elements that an update left as they were, over the longest runs."""
+    """The share of a weight's elements that an update does not change, at five steps of the longest runs."""
     figures = read(path)[1]
     longest = _longest(figures)
     last = longest[0]["steps"]
     steps = [str(last * part // 30) for part in (1, 10, 20, 25, 30)]
     most = max(longest, key=lambda f: f["lost"][str(last)])
     takeaway = (
-        f"At ``{most['level']}`` an update leaves {most['lost'][steps[0]]:.0f} % of the elements of the median weight "
-        f"as they were early in a training, and {most['lost'][str(last)]:.0f} % in its last step, where the learning "
-        "rate is a tenth."
+        f"At ``{most['level']}`` an update does not change {most['lost'][steps[0]]:.0f} % of the median weight's "
+        f"elements early in the training, and {most['lost'][str(last)]:.0f} % in the last step, where the learning "
+        "rate is a tenth of its maximum."
     )
     rows = [(f"``{f['level']}``", *(f"{f['lost'][step]:.1f}" for step in steps)) for f in longest]
     return block(takeaway, simple_table(("Lost updates, %, at step", *(f"{int(s):,}" for s in steps)), rows))

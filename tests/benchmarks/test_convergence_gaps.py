@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import convergence_tables
-from benchmarks.convergence_gaps import chance_by_length, change_over, gaps_at_length, text_error
+from benchmarks.convergence_gaps import Gap, chance_by_length, change_over, gaps_at_length, text_error
 from benchmarks.convergence_run import STEPS, VALIDATE, Spec
 
 SHORT = 1024
@@ -94,6 +94,14 @@ def test_intervals_hold_chance_and_text(runs: dict[Spec, dict]) -> None:
     assert gap.change == pytest.approx(0, abs=1e-9)
 
 
+def test_a_gap_that_grew_is_named(runs: dict[Spec, dict], monkeypatch: pytest.MonkeyPatch) -> None:
+    grown = {"msamp_o2": Gap(0.1, 0.2, 0.5, 0.4), "bf16_with_fp8_mixed": Gap(0.1, 0.2, 0.3, 0.4)}
+    monkeypatch.setattr(convergence_tables, "runs", lambda: runs)
+    monkeypatch.setattr(convergence_tables, "gaps_at_length", lambda _: grown)
+    said = " ".join(convergence_tables.gaps().split())
+    assert "the gaps of ``msamp_o2`` grew by more than its interval" in said
+
+
 def test_the_tables_say_what_was_found(runs: dict[Spec, dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     origin = {
         "command": "python -m benchmarks.convergence",
@@ -105,8 +113,10 @@ def test_the_tables_say_what_was_found(runs: dict[Spec, dict], tmp_path: Path, m
     file = tmp_path / "convergence.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in (origin, *runs.values())))
     monkeypatch.setattr(convergence_tables, "_FILE", file)
-    gaps = convergence_tables.gaps()
-    assert "at most 0.24 % from ``bf16_mixed``'s (``msamp_o2``); the goal is 0.3 %" in gaps
+    gaps = " ".join(convergence_tables.gaps().split())
+    assert (
+        "at most 0.24 % from ``bf16_mixed``'s (``msamp_o2``); the goal is 0.3 %, and the widest interval is ± " in gaps
+    )
     assert "12.4" in gaps and "no gap grew" in gaps and "+0.10 ± " in gaps
     assert "``bf16_mixed``, another first weight" in gaps and "-0.05 ± " in gaps
     assert "python -m benchmarks.convergence" in gaps

@@ -86,8 +86,8 @@ def test_lost_updates_are_those_of_the_longest_runs(tmp_path):
     figures = run("zero", 30, 9.0), run("one", 300, 0.0), run("two", 300, 45.0)
     path.write_text("\n".join(map(json.dumps, (ORIGIN, *figures))))
     sentence, lines = watch_tables.lost(path).split("\n\n")
-    assert sentence.startswith("At ``two`` an update leaves 2 % of the elements")
-    assert "and 45 % in its last step" in sentence.replace("\n", " ")
+    assert sentence.startswith("At ``two`` an update does not change 2 % of the median weight's")
+    assert "and 45 % in the last step" in sentence.replace("\n", " ")
     rows = [line.split() for line in lines.splitlines()[3:-1]]
     assert rows == [["``one``", *["0.0"] * 5], ["``two``", "1.5", "15.0", "30.0", "37.5", "45.0"]]
 
