@@ -13,12 +13,22 @@ from scipy import stats
 
 from benchmarks.convergence_run import STEPS, Spec
 
-__all__ = ["BASELINE", "TWIN", "Chance", "Gap", "chance_by_length", "change_over", "gaps_at_length", "percent"]
+__all__ = [
+    "BASELINE",
+    "ENOUGH",
+    "TWIN",
+    "Chance",
+    "Gap",
+    "chance_by_length",
+    "change_over",
+    "gaps_at_length",
+    "percent",
+]
 
 BASELINE = "bf16_mixed"
 TWIN = f"{BASELINE}+twin"  # row of the baseline's second run
 _SURE = 0.975  # quantile at each end of an interval of 95 %
-_ENOUGH = 4  # degrees of freedom of a standard deviation that intervals are made of
+ENOUGH = 4  # degrees of freedom of a standard deviation that intervals are made of
 _DRAWS = 4096  # of the bootstrap
 Runs = Mapping[Spec, Mapping[str, Any]]
 
@@ -119,9 +129,9 @@ def change_over(steps: Sequence[int], gaps: Sequence[float]) -> tuple[float, flo
 def gaps_at_length(runs: Runs) -> dict[str, Gap]:
     """The gap of each ``Spec.row`` that has a whole run beside the baseline's of the same seed, in order of ``runs``.
 
-    The interval of a gap is made of the chance of the longest runs with at least ``_ENOUGH`` degrees of freedom.
+    The interval of a gap is made of the chance of the longest runs with at least ``ENOUGH`` degrees of freedom.
     """
-    chance = [of for of in chance_by_length(runs).values() if of.freedom >= _ENOUGH][-1]
+    chance = [of for of in chance_by_length(runs).values() if of.freedom >= ENOUGH][-1]
     sure = float(stats.t.ppf(_SURE, chance.freedom))
     pairs: dict[str, list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
     for spec, run in runs.items():

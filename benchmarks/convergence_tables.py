@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.convergence_gaps import BASELINE, TWIN, chance_by_length, gaps_at_length, percent
+from benchmarks.convergence_gaps import BASELINE, ENOUGH, TWIN, chance_by_length, gaps_at_length, percent
 from benchmarks.convergence_run import BATCH, EVERY, SEQUENCE, STEPS, Spec
 from benchmarks.pictures import LINES, OTHERS, Line, Lines, Panel, Picture
 from benchmarks.record import RESULTS, read
@@ -98,14 +98,13 @@ def by_kind() -> str:
 
 
 def chance() -> str:
-    """The standard deviation of a gap by chance, by the length of the runs."""
-    found = chance_by_length(runs())
-    known = {steps: of for steps, of in found.items() if of.freedom}
-    parts = [f"{of.deviation:.2f} % after {_millions(steps)}" for steps, of in known.items()]
+    """The standard deviation of a gap by chance, by the length of runs that leave a degree of freedom."""
+    found = {steps: of for steps, of in chance_by_length(runs()).items() if of.freedom}
+    parts = [f"{of.deviation:.2f} % after {_millions(steps)}" for steps, of in found.items() if of.freedom >= ENOUGH]
     takeaway = f"Chance moves the gap of one pair of runs by a standard deviation of {', and '.join(parts)} tokens."
     rows = [
         (
-            _millions(steps), str(of.runs), f"{of.deviation:.2f}" if of.freedom else "", str(of.freedom),
+            _millions(steps), str(of.runs), f"{of.deviation:.2f}", str(of.freedom),
             ", ".join(f"{of.twins[seed]:+.2f}" for seed in sorted(of.twins)),
         )
         for steps, of in found.items()

@@ -127,6 +127,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "convergence_gaps": convergence_tables.gaps,
     "convergence_chance": convergence_tables.chance,
     "convergence_kinds": convergence_tables.by_kind,
+    "convergence_ablation": convergence_tables.ablation,
     "optimizer_step": kernel_tables.optimizer_step,
     "muon_bytes": muon_tables.muon_bytes,
     "muon_step": muon_tables.muon_step,

@@ -124,7 +124,7 @@ def test_the_tables_say_what_was_found(runs: dict[Spec, dict], tmp_path: Path, m
     assert "at most 0.24 points from ``bf16_mixed``'s: keyword at ``msamp_o2``" in kinds
     assert "-0.24 to -0.10" in kinds and "+0.05" in kinds
     chance = convergence_tables.chance()
-    assert "% after 34 M, and" in chance and "+0.06, +0.06" in chance
+    assert "% after 34 M tokens." in chance and "\n503 M " in chance and "+0.06, +0.06" in chance
     assert "+4.00 % after 1,024 steps, and +0.10 %" in convergence_tables.ablation()
     picture = convergence_tables.curves_picture()
     picture.draw(tmp_path)
