@@ -10,12 +10,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.processes import IMPORTED
 from tests.processes import FORKING, of_a_shell
 
 __all__ = ["Answer", "answer"]
-
-FORKING.set_forkserver_preload([*IMPORTED, "nemo_lowprec.conf.job", "transformers.models.llama.modeling_llama"])
 
 
 class Answer:

@@ -14,12 +14,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.processes import FORKING, environment
+from benchmarks.processes import FORKING, IMPORTED, environment
 from nemo_lowprec.compute import gemm_times
 
 __all__ = ["FORKING", "environment", "free_port", "of_a_shell", "on_processes"]
 
 SECONDS = 120
+# What a command, a level's arguments and the files of tests import beside.
+FORKING.set_forkserver_preload([
+    *IMPORTED, "megatron.core", "nemo_lowprec.conf.job", "pydantic.type_adapter", "pytest", "torch._dynamo.testing",
+    "transformers.models.llama.modeling_llama",
+])  # fmt: skip
 
 
 def free_port() -> int:
