@@ -27,8 +27,8 @@ __all__ = [
 
 BASELINE = "bf16_mixed"
 TWIN = f"{BASELINE}+twin"  # row of the baseline's second run
-_SURE = 0.975  # quantile at each end of an interval of 95 %
 ENOUGH = 4  # degrees of freedom of a standard deviation that intervals are made of
+_SURE = 0.975  # quantile at each end of an interval of 95 %
 _DRAWS = 4096  # of the bootstrap
 Runs = Mapping[Spec, Mapping[str, Any]]
 
@@ -40,12 +40,14 @@ class Gap:
     Attributes:
         percent: mean over seeds, at the end.
         half: half the width of its interval of 95 %.
+        later: mean gap of the validations of the second half of the training.
         change: growth of the gap over the second half of the training, in points.
         change_half: half the width of the interval of ``change``.
     """
 
     percent: float
     half: float
+    later: float
     change: float
     change_half: float
 
@@ -148,5 +150,5 @@ def gaps_at_length(runs: Runs) -> dict[str, Gap]:
             statistics.mean(percent(run["validations"][str(s)], base["validations"][str(s)]) for run, base in of)
             for s in steps
         ]
-        found[row] = Gap(mean, half, *change_over(steps, curve))
+        found[row] = Gap(mean, half, statistics.mean(curve), *change_over(steps, curve))
     return found

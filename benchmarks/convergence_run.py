@@ -29,7 +29,7 @@ PRESET = "llama_100m"
 SEQUENCE, BATCH, STEPS = 1024, 32, 15_360  # 503 M tokens
 EVERY = 128  # steps: a point of the curve is the mean loss of so many steps
 VALIDATE = 512  # steps between two validations
-VALIDATED = 512  # samples of a validation; the last validation takes all
+VALIDATED = 512  # samples of a validation; the test after the last step takes all
 WORKERS = 2  # processes that read the text
 BLOCK = 16  # samples of a block, of which the bootstrap draws
 

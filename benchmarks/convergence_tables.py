@@ -51,7 +51,7 @@ def gaps() -> str:
     levels = {row: gap for row, gap in found.items() if row in CHART}
     furthest = max(levels, key=lambda level: abs(levels[level].percent))
     grown = [level for level, gap in levels.items() if gap.change > gap.change_half]
-    growth = "no gap grew" if not grown else f"the gaps of {', '.join(map(_shown, grown))} grew"
+    growth = "no gap grew" if not grown else f"the gap of {' and of '.join(map(_shown, grown))} grew"
     widest = max(gap.half for gap in levels.values())
     takeaway = (
         f"After {whole[BASELINE]['tokens'] / 1e6:.0f} M tokens the losses of {len(levels)} levels lie at most "
@@ -59,12 +59,11 @@ def gaps() -> str:
         f"the widest interval is ± {widest:.2f} %. Over the second half of the training {growth} by more than its "
         "interval."
     )
-    figures = {row: (_shown(row), f"{run['seconds'] / 60:.1f}", f"{run['loss']:.4f}") for row, run in whole.items()}
-    rows = [(*figures[BASELINE], "", "")]
+    rows = [(_shown(BASELINE), f"{whole[BASELINE]['loss']:.4f}", "", "")]
     for row, gap in found.items():
         apart = (f"{gap.percent:+.2f} ± {gap.half:.2f}", f"{gap.change:+.2f} ± {gap.change_half:.2f}")
-        rows.append((*figures[row], *apart))
-    header = ("Level", "minutes", "final loss", "gap, %", "growth, points")
+        rows.append((_shown(row), f"{whole[row]['loss']:.4f}", *apart))
+    header = ("Level", "loss", "gap, %", "growth, points")
     return block(takeaway, simple_table(header, rows), origin(read(_FILE)[0]))
 
 
@@ -130,9 +129,9 @@ def ablation() -> str:
         simple_table(
             ("Run", f"validation loss after {spec.stop:,} steps", "gap, %"),
             [
-                (f"``{BASELINE}``", f"{base:.4f}", ""),
-                (f"``{spec.level}``", f"{usual:.4f}", f"{percent(usual, base):+.2f}"),
-                (f"``{spec.level}``, coarse", f"{coarse:.4f}", f"{percent(coarse, base):+.2f}"),
+                (_shown(BASELINE), f"{base:.4f}", ""),
+                (_shown(spec.level), f"{usual:.4f}", f"{percent(usual, base):+.2f}"),
+                (_shown(spec.row), f"{coarse:.4f}", f"{percent(coarse, base):+.2f}"),
             ],
         ),
     )
@@ -163,7 +162,11 @@ def curves_picture() -> Picture:
         f"The training losses lie on each other; the gaps of the validation losses stay within {furthest:.2f} %. The "
         f"band is ± {half:.2f} %: a gap within it can be chance."
     )
-    shown = f"Lines: the mean loss of every {EVERY} steps, and gaps to ``{BASELINE}`` from a tenth of the training on."
+    means = ", ".join(f"{gap.later:+.2f} % ({_shown(row)})" for row, gap in found.items())
+    shown = (
+        f"Lines: the mean loss of every {EVERY} steps, and gaps to ``{BASELINE}`` from a tenth of the training on. "
+        f"Means of the gaps over the second half: {means}."
+    )
     names = ", ".join(line.label for line in apart)
     alt = (
         f"Left: training losses over steps, on each other. Right: gaps of {names} to {BASELINE} in percent, within "

@@ -20,7 +20,7 @@ from nemo_lowprec.compute import gemm_times
 __all__ = ["FORKING", "environment", "free_port", "of_a_shell", "on_processes"]
 
 SECONDS = 120
-# What a command, a level's arguments and the files of tests import beside.
+# Modules that commands, arguments of levels and files of tests import, beside the benchmarks' list.
 FORKING.set_forkserver_preload([
     *IMPORTED, "megatron.core", "nemo_lowprec.conf.job", "pydantic.type_adapter", "pytest", "torch._dynamo.testing",
     "transformers.models.llama.modeling_llama",
