@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,36 +21,45 @@ __all__ = [
     "Chance",
     "Gap",
     "chance_by_length",
-    "change_over",
     "gaps_at_length",
+    "paired",
     "percent",
+    "rise",
+    "text_error",
 ]
 
 BASELINE = "bf16_mixed"
 TWIN = f"{BASELINE}+twin"  # row of the baseline's second run
 ENOUGH = 4  # degrees of freedom of a standard deviation that intervals are made of
-_SURE = 0.975  # quantile at each end of an interval of 95 %
 _DRAWS = 4096  # of the bootstrap
-Runs = Mapping[Spec, Mapping[str, Any]]
+Run = Mapping[str, Any]
+Runs = Mapping[Spec, Run]
 
 
 @dataclass(frozen=True)
 class Gap:
-    """How far the loss of a row lies above the baseline's, in percent of the baseline's loss.
+    """How far the loss of a row lies above the baseline's: mean over seeds, in percent of the baseline's loss.
 
     Attributes:
-        percent: mean over seeds, at the end.
+        seeds: number of seeds.
+        percent: at the end, over the whole validation text.
         half: half the width of its interval of 95 %.
-        later: mean gap of the validations of the second half of the training.
-        change: growth of the gap over the second half of the training, in points.
-        change_half: half the width of the interval of ``change``.
+        curve: of each validation, by its step.
+        growth: rise of the gap over the second half of the training, in points.
+        growth_half: half the width of the interval of ``growth``.
     """
 
+    seeds: int
     percent: float
     half: float
-    later: float
-    change: float
-    change_half: float
+    curve: dict[int, float]
+    growth: float
+    growth_half: float
+
+    @property
+    def later(self) -> float:
+        """Mean gap of the validations of the second half of the training."""
+        return statistics.mean(self.curve[step] for step in _later(self.curve))
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,16 @@ class Chance:
     runs: int
     twins: dict[int, float]
 
+    def half(self, pairs: int, also: float = 0.0) -> float:
+        """Half the width of the interval of 95 % of the mean of ``pairs`` gaps.
+
+        Args:
+            pairs: their number.
+            also: standard error by something else than this chance.
+        """
+        sure = float(stats.t.ppf(0.975, self.freedom))
+        return sure * (self.deviation**2 / pairs + also**2) ** 0.5
+
 
 def percent(loss: float, base: float) -> float:
     """How far ``loss`` lies above ``base``, in percent of ``base``."""
@@ -79,32 +99,32 @@ def chance_by_length(runs: Runs) -> dict[int, Chance]:
     lengths: dict[int, dict[Spec, float]] = defaultdict(dict)
     for spec, run in runs.items():
         if spec.stop == spec.steps:
-            lengths[spec.steps][spec] = run["loss"]
+            lengths[spec.steps][spec] = 100 * math.log(run["loss"])
     return {steps: _chance(lengths[steps]) for steps in sorted(lengths)}
 
 
-def _chance(losses: Mapping[Spec, float]) -> Chance:
-    """What is left of the logarithms of the losses after an effect of the row and one of the seed.
+def _chance(figures: Mapping[Spec, float]) -> Chance:
+    """What is left of each figure, 100 times a logarithm, after an effect of the row and one of the seed.
 
     A twin has the baseline's row. The gap of a pair is a difference of two runs: twice the variance of one.
     """
-    rows = {spec: BASELINE if spec.row == TWIN else spec.row for spec in losses}
-    names, seeds = sorted(set(rows.values())), sorted({spec.seed for spec in losses})
+    rows = {spec: BASELINE if spec.row == TWIN else spec.row for spec in figures}
+    names, seeds = sorted(set(rows.values())), sorted({spec.seed for spec in figures})
     effects = np.array(
         [[*(row == of for of in names), *(spec.seed == of for of in seeds)] for spec, row in rows.items()],
         dtype=np.float64,
     )
-    logarithms = 100 * np.log(list(losses.values()))
-    solution, _, rank, _ = np.linalg.lstsq(effects, logarithms, rcond=None)
-    left = logarithms - effects @ solution
-    freedom = len(losses) - int(rank)
+    values = np.array(list(figures.values()), dtype=np.float64)
+    solution, _, rank, _ = np.linalg.lstsq(effects, values, rcond=None)
+    left = values - effects @ solution
+    freedom = len(figures) - int(rank)
     twins = {
-        spec.seed: percent(loss, losses[base])
-        for spec, loss in losses.items()
-        if spec.row == TWIN and (base := replace(spec, variant="")) in losses
+        spec.seed: 100 * math.expm1((figure - figures[base]) / 100)
+        for spec, figure in figures.items()
+        if spec.row == TWIN and (base := replace(spec, variant="")) in figures
     }
     deviation = (2 * float(left @ left) / freedom) ** 0.5 if freedom else float("nan")
-    return Chance(deviation, freedom, len(losses), twins)
+    return Chance(deviation, freedom, len(figures), twins)
 
 
 def text_error(run: Sequence[float], base: Sequence[float]) -> float:
@@ -120,35 +140,54 @@ def text_error(run: Sequence[float], base: Sequence[float]) -> float:
     return float((100 * (means[0] / means[1] - 1)).std(ddof=1))
 
 
-def change_over(steps: Sequence[int], gaps: Sequence[float]) -> tuple[float, float]:
-    """The rise of a straight line through ``gaps`` from the first step to the last, and half its interval's width."""
-    line = stats.linregress(steps, gaps)
-    span = steps[-1] - steps[0]
-    sure = stats.t.ppf(_SURE, len(steps) - 2)
-    return float(line.slope * span), float(sure * line.stderr * span)
+def rise(run: Run) -> float:
+    """The rise of a straight line through 100 times the logarithms of the validation losses of the second half."""
+    steps = _later(int(step) for step in run["validations"])
+    line = stats.linregress(steps, [100 * math.log(run["validations"][str(step)]) for step in steps])
+    return float(line.slope * (steps[-1] - steps[0]))
 
 
-def gaps_at_length(runs: Runs) -> dict[str, Gap]:
-    """The gap of each ``Spec.row`` that has a whole run beside the baseline's of the same seed, in order of ``runs``.
+def _later(steps: Iterable[int]) -> list[int]:
+    return [step for step in steps if step >= STEPS // 2]
 
-    The interval of a gap is made of the chance of the longest runs with at least ``ENOUGH`` degrees of freedom.
-    """
-    chance = [of for of in chance_by_length(runs).values() if of.freedom >= ENOUGH][-1]
-    sure = float(stats.t.ppf(_SURE, chance.freedom))
-    pairs: dict[str, list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
+
+def paired(runs: Runs) -> dict[str, list[tuple[Run, Run]]]:
+    """Each whole run of a row beside the baseline's of the same seed, by ``Spec.row`` in order of ``runs``."""
+    pairs: dict[str, list[tuple[Run, Run]]] = defaultdict(list)
     for spec, run in runs.items():
         base = runs.get(Spec(BASELINE, "", spec.seed, STEPS, STEPS))
         if spec.is_whole and base is not None and base is not run:
             pairs[spec.row].append((run, base))
-    found = {}
-    for row, of in pairs.items():
-        mean = statistics.mean(percent(run["loss"], base["loss"]) for run, base in of)
-        text = statistics.mean(text_error(run["blocks"], base["blocks"]) for run, base in of)
-        half = sure * (chance.deviation**2 / len(of) + text**2) ** 0.5
-        steps = [int(step) for step in of[0][0]["validations"] if int(step) >= STEPS // 2]
-        curve = [
-            statistics.mean(percent(run["validations"][str(s)], base["validations"][str(s)]) for run, base in of)
-            for s in steps
-        ]
-        found[row] = Gap(mean, half, statistics.mean(curve), *change_over(steps, curve))
-    return found
+    return dict(pairs)
+
+
+def gaps_at_length(runs: Runs) -> dict[str, Gap]:
+    """The gap of each row that :func:`paired` has.
+
+    The interval of a gap is made of the chance of the longest runs with at least ``ENOUGH`` degrees of freedom, that of
+    a growth of the chance of the growth of whole runs.
+    """
+    chance = [of for of in chance_by_length(runs).values() if of.freedom >= ENOUGH][-1]
+    growing = _chance({spec: rise(run) for spec, run in runs.items() if spec.is_whole})
+    return {
+        row: Gap(
+            seeds=len(pairs),
+            percent=_mean(pairs, lambda run, base: percent(run["loss"], base["loss"])),
+            half=chance.half(len(pairs), _mean(pairs, lambda run, base: text_error(run["blocks"], base["blocks"]))),
+            curve=_curve(pairs),
+            growth=_mean(pairs, lambda run, base: rise(run) - rise(base)),
+            growth_half=growing.half(len(pairs)),
+        )
+        for row, pairs in paired(runs).items()
+    }
+
+
+def _curve(pairs: Sequence[tuple[Run, Run]]) -> dict[int, float]:
+    courses = [(run["validations"], base["validations"]) for run, base in pairs]
+    return {
+        int(step): statistics.mean(percent(run[step], base[step]) for run, base in courses) for step in courses[0][0]
+    }
+
+
+def _mean(pairs: Iterable[tuple[Run, Run]], of: Callable[[Run, Run], float]) -> float:
+    return statistics.mean(of(run, base) for run, base in pairs)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
-from benchmarks.convergence_gaps import BASELINE, ENOUGH, TWIN, chance_by_length, gaps_at_length, percent
+from benchmarks.convergence_gaps import BASELINE, ENOUGH, TWIN, chance_by_length, gaps_at_length, paired, percent
 from benchmarks.convergence_run import BATCH, EVERY, SEQUENCE, STEPS, Spec
 from benchmarks.pictures import LINES, OTHERS, Line, Lines, Panel, Picture
 from benchmarks.record import RESULTS, read
@@ -38,7 +39,7 @@ def _whole() -> dict[str, dict[str, Any]]:
 
 def _name(row: str, mark: str = "") -> str:
     level, _, variant = row.partition("+")
-    return f"{mark}{level}{mark}" + (f", {_VARIANTS[variant]}" if variant else "")
+    return f"{mark}{level}{mark}" + (f" with {_VARIANTS[variant]}" if variant else "")
 
 
 def _shown(row: str) -> str:
@@ -46,37 +47,42 @@ def _shown(row: str) -> str:
 
 
 def gaps() -> str:
-    """Final losses and their gaps."""
-    found, whole = gaps_at_length(runs()), _whole()
-    levels = {row: gap for row, gap in found.items() if row in CHART}
-    furthest = max(levels, key=lambda level: abs(levels[level].percent))
-    grown = [level for level, gap in levels.items() if gap.change > gap.change_half]
+    """Gaps at the end and their growth."""
+    found = gaps_at_length(runs())
+    levels = {row: gap for row, gap in found.items() if row != TWIN}
+    furthest = max(levels, key=lambda row: abs(levels[row].percent))
+    grown = [row for row, gap in found.items() if gap.growth > gap.growth_half]
     growth = "no gap grew" if not grown else f"the gap of {' and of '.join(map(_shown, grown))} grew"
+    base = _whole()[BASELINE]
     widest = max(gap.half for gap in levels.values())
     takeaway = (
-        f"After {whole[BASELINE]['tokens'] / 1e6:.0f} M tokens the losses of {len(levels)} levels lie at most "
-        f"{abs(levels[furthest].percent):.2f} % from ``{BASELINE}``'s (``{furthest}``); the goal is {GOAL} %, and "
-        f"the widest interval is ± {widest:.2f} %. Over the second half of the training {growth} by more than its "
-        "interval."
+        f"After {_millions(STEPS)} tokens, where ``{BASELINE}`` with seed 0 has a loss of {base['loss']:.4f}, the "
+        f"other losses lie at most {abs(levels[furthest].percent):.2f} % from its own ({_shown(furthest)}). The "
+        f"goal is {GOAL} %; the widest interval is ± {widest:.2f} %. Over the second half of the training {growth} by "
+        "more than its interval."
     )
-    rows = [(_shown(BASELINE), f"{whole[BASELINE]['loss']:.4f}", "", "")]
-    for row, gap in found.items():
-        apart = (f"{gap.percent:+.2f} ± {gap.half:.2f}", f"{gap.change:+.2f} ± {gap.change_half:.2f}")
-        rows.append((_shown(row), f"{whole[row]['loss']:.4f}", *apart))
-    header = ("Level", "loss", "gap, %", "growth, points")
-    return block(takeaway, simple_table(header, rows), origin(read(_FILE)[0]))
+    rows = [
+        (
+            _shown(row), str(gap.seeds), f"{gap.percent:+.2f} ± {gap.half:.2f}",
+            f"{gap.growth:+.2f} ± {gap.growth_half:.2f}",
+        )
+        for row, gap in found.items()
+    ]  # fmt: skip
+    return block(takeaway, simple_table(("Level", "seeds", "gap, %", "growth, points"), rows), origin(read(_FILE)[0]))
 
 
 def by_kind() -> str:
     """Accuracy of the next token by its kind at the baseline, and the differences of the levels and the twin."""
-    whole = _whole()
-    base = whole[BASELINE]["by_kind"]
+    pairs = paired(runs())
 
     def apart(row: str, kind: str) -> float:
-        return 100 * (whole[row]["by_kind"][kind]["accuracy"] - base[kind]["accuracy"])
+        """Mean over seeds, in points."""
+        kinds = [(run["by_kind"][kind], base["by_kind"][kind]) for run, base in pairs[row]]
+        return 100 * statistics.mean(run["accuracy"] - base["accuracy"] for run, base in kinds)
 
-    levels = [row for row in whole if row in CHART and row != BASELINE]
-    twins = [row for row in whole if row == TWIN]
+    levels = [row for row in pairs if row in CHART]
+    twins = [row for row in pairs if row == TWIN]
+    base = _whole()[BASELINE]["by_kind"]
     most, at, of = max((abs(apart(level, kind)), level, kind) for level in levels for kind in base)
     takeaway = f"Accuracies differ by at most {most:.2f} points from ``{BASELINE}``'s: {of} at ``{at}``."
     rows = []
@@ -143,17 +149,16 @@ def curves_picture() -> Picture:
     found = {row: gap for row, gap in gaps_at_length(runs()).items() if row in CHART or row == TWIN}
     half = round(max(gap.half for gap in found.values()), 2)
     colours = dict(zip(found, LINES, strict=False))
-    base = whole[BASELINE]
-    losses = [Line(BASELINE, tuple(base["train_loss"]), OTHERS, behind=True)]
+    base = whole[BASELINE]["train_loss"]
+    losses = [Line(BASELINE, tuple(base), OTHERS, behind=True)]
     losses += [Line(_name(row), tuple(whole[row]["train_loss"]), colours[row]) for row in found if row in CHART]
-    steps = [step for step in base["validations"] if int(step) >= STEPS // 10]
+    steps = [int(step) for step in whole[BASELINE]["validations"] if int(step) >= STEPS // 10]
     apart = tuple(
-        Line(_name(row), tuple(percent(whole[row]["validations"][s], base["validations"][s]) for s in steps), colour)
-        for row, colour in colours.items()
+        Line(_name(row), tuple(gap.curve[step] for step in steps), colours[row]) for row, gap in found.items()
     )
     furthest = max(abs(y) for line in apart for y in line.ys)
     limit = round(1.2 * max(furthest, half, GOAL), 2)
-    xs = tuple(float(EVERY * (i + 1)) for i in range(len(base["train_loss"])))
+    xs = tuple(float(EVERY * (i + 1)) for i in range(len(base)))
     panels = (
         Panel("Training loss", "nats a token", xs, tuple(losses)),
         Panel(f"Gap of the validation loss to {BASELINE}, %", "", tuple(map(float, steps)), apart, limit, half),
@@ -164,8 +169,8 @@ def curves_picture() -> Picture:
     )
     means = ", ".join(f"{gap.later:+.2f} % ({_shown(row)})" for row, gap in found.items())
     shown = (
-        f"Lines: the mean loss of every {EVERY} steps, and gaps to ``{BASELINE}`` from a tenth of the training on. "
-        f"Means of the gaps over the second half: {means}."
+        f"Lines: the mean loss of every {EVERY} steps (seed 0), and gaps to ``{BASELINE}`` (mean of the seeds) from a "
+        f"tenth of the training on. Means of the gaps over the second half: {means}."
     )
     names = ", ".join(line.label for line in apart)
     alt = (
