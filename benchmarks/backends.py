@@ -18,10 +18,10 @@ from torch import Tensor
 
 from benchmarks.record import Record, arguments
 from nemo_lowprec.chart import CHART
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import BACKENDS, Backend
 from nemo_lowprec.compute.backends import class_of
 from nemo_lowprec.compute.operands import OPERANDS, Operand, new_histories, operand_of
-from nemo_lowprec.options import Recipe
 
 ROWS, INS, OUTS = 8192, 4096, 14336
 GEMMS = ("fprop", "dgrad", "wgrad")

@@ -79,12 +79,17 @@ class Chance:
     twins: dict[int, float]
 
     def half(self, pairs: int, also: float = 0.0) -> float:
-        """Half the width of the interval of 95 % of the mean of ``pairs`` gaps.
+        """Half the width of the interval of 95 % of a mean of gaps.
 
         Args:
-            pairs: their number.
-            also: standard error by something else than this chance.
+            pairs: number of gaps.
+            also: standard error of the mean from another source of chance.
+
+        Raises:
+            ValueError: no degree of freedom.
         """
+        if not self.freedom:
+            raise ValueError(f"{self.runs} runs leave no degree of freedom for an interval: train a second seed.")
         sure = float(stats.t.ppf(0.975, self.freedom))
         return sure * (self.deviation**2 / pairs + also**2) ** 0.5
 

@@ -12,9 +12,9 @@ from itertools import product
 import torch
 
 from benchmarks.record import Record, arguments
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
 from nemo_lowprec.compute.gemm_measure import layer_times, warm_operands
-from nemo_lowprec.options import Recipe
 
 ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 SIDES = (256, 512, 1024, 2048, 4096, 8192, 16384)

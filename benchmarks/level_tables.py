@@ -21,7 +21,7 @@ from benchmarks.record import RESULTS, read
 from benchmarks.rst import block, failure, rst_table, times
 from benchmarks.step_tables import steps
 from nemo_lowprec.chart import CHART, COLUMNS
-from nemo_lowprec.options import option_defaults
+from nemo_lowprec.chart.options import option_defaults
 from nemo_lowprec.plugins import LEVELS
 
 __all__ = ["LEVEL_TABLES", "arguments", "figures", "levels", "row"]

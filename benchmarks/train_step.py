@@ -104,8 +104,9 @@ def by_hand(rounds: int) -> Figures:
 
     As the plugin does, it skips a step whose gradients are not finite.
     """
+    from nemo_lowprec.chart.groups import LayerFilter
+    from nemo_lowprec.chart.recipe import Recipe
     from nemo_lowprec.compute import DelayedAmaxes, choose_backend, convert_layers
-    from nemo_lowprec.options import LayerFilter, Recipe
 
     device = torch.device("cuda")
     model = new_model(torch.float32)

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_lowprec.chart import ALIASES, CHART, get_level
+from nemo_lowprec.chart.options import check_option
 from nemo_lowprec.conf.choices import arguments_of
 from nemo_lowprec.lines import did_you_mean, help_page, nearest
-from nemo_lowprec.options import check_option
 
 # each recipe's level and summary
 RECIPES = {

@@ -4,9 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import ReferenceBackend, convert_layers, patterns
 from nemo_lowprec.compute.operands import new_histories
-from nemo_lowprec.options import LayerFilter, Recipe
 
 
 def convert_without(pattern, model, half, scaling="delayed", **layers):

@@ -12,9 +12,10 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from nemo_lowprec import prepare
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import convert_layers
 from nemo_lowprec.engine.build import new_amaxes
-from nemo_lowprec.options import LayerFilter, Recipe
 
 KINDS = ("mixtral", "gpt_oss", "nemotron_h")
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 96, 64, 48, 5, 2

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import ReferenceBackend, convert_layers
 from nemo_lowprec.compute.coverage import groups_of
 from nemo_lowprec.compute.filters import HEAD
 from nemo_lowprec.compute.operands import new_histories
-from nemo_lowprec.options import LayerFilter, Recipe
 from tests.families import FAMILIES
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.rst"

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import te_layers
 from nemo_lowprec.compute.choice import Choice
 from nemo_lowprec.compute.operands import new_histories, operand_of
 from nemo_lowprec.compute.weight_scales import WeightScales
 from nemo_lowprec.compute.weight_state import WeightStates
-from nemo_lowprec.options import Recipe
 
 
 class AmaxState:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nemo_lowprec.chart.options import Options
 from nemo_lowprec.column import Column
 from nemo_lowprec.compute import te_layers
 from nemo_lowprec.compute.adapters import base_layers_of, refuse_late_adapters
@@ -47,7 +48,6 @@ from nemo_lowprec.compute.patterns.gated_mlp import GatedMLPs
 from nemo_lowprec.compute.speed_filter import SpeedFilter, choose, costs
 from nemo_lowprec.compute.wrappers import check_unwrapped
 from nemo_lowprec.observers import NOBODY, Observers
-from nemo_lowprec.options import Options
 
 log = logging.getLogger("nemo_lowprec")
 

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.class_swap import derive, dtype_obstacle, own_forward, swap
 from nemo_lowprec.compute.compiled_ops import register_shapes
@@ -42,7 +44,6 @@ from nemo_lowprec.compute.weight_scales import WeightScale
 from nemo_lowprec.compute.weight_state import WeightStates
 from nemo_lowprec.formats import DelayedScaling
 from nemo_lowprec.observers import NOBODY, Observers
-from nemo_lowprec.options import LayerFilter, Recipe
 
 # Layers without a GEMM plan that need no autocast for FP32 input; an embedding's input is integers.
 _TAKE_FP32_INPUT = (LowPrecisionLayerNorm, LowPrecisionRMSNorm, nn.Embedding)

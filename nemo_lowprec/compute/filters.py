@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from nemo_lowprec.chart.groups import LayerFilter
 from nemo_lowprec.compute.adapters import ADAPTER, adapters_of, plain_name, unwrapped
-from nemo_lowprec.options import LayerFilter
 
 HEAD = "the head (head='fp8' converts it)"
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute.backends.base import Backend, half_matmul
 from nemo_lowprec.compute.operands import OPERANDS, Operand, new_histories, operand_of
-from nemo_lowprec.options import Recipe
 
 _REPEATS = 11
 _CACHE = 128 * 2**20  # bytes that the runs of a graph go through

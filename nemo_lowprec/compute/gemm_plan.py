@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compat.autograd import is_legacy_batched, is_tracing, outside_transforms
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.compute.shared_input import SharedInput
 from nemo_lowprec.compute.weight_state import WeightState
 from nemo_lowprec.observers import NOBODY, Observers
-from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import QuantizedTensor
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from nemo_lowprec.chart import PrecisionLevel
-from nemo_lowprec.options import Recipe
+from nemo_lowprec.chart.recipe import Recipe
 
 # What a quantization costs where the module that computes the values quantizes them, too (``producers.py``): the share
 # of a quantization by itself. Of GELU at 12608 x 4096 an H200 takes 0.26 of it forward, 0.43 backward.

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.formats.delayed import AmaxSlot, DelayedScaling
 from nemo_lowprec.formats.floats import E4M3, E5M2, FloatFormat
 from nemo_lowprec.formats.gemm_block_scaling import (
@@ -19,7 +20,6 @@ from nemo_lowprec.formats.gemm_block_scaling import (
     BlockLayout,
 )
 from nemo_lowprec.formats.scale import compute_scale
-from nemo_lowprec.options import Recipe
 
 OPERANDS = ("input", "weight", "grad_output")
 

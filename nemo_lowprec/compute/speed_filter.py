@@ -30,6 +30,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.choice import Choice
 from nemo_lowprec.compute.convert import gemm_plans, replace_plan
@@ -37,7 +38,6 @@ from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.gemm_times import HOST_FP8, HOST_HALF, Call, GemmTimes, Stored
 from nemo_lowprec.compute.producers import Reader, reader_of
 from nemo_lowprec.compute.weight_state import WeightStates
-from nemo_lowprec.options import Recipe
 
 
 class Calls:

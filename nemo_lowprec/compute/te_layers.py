@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_lowprec.options import Recipe
+from nemo_lowprec.chart.recipe import Recipe
 
 _DIRECTIONS = {"fwd": ("scaling_fwd", "forward"), "bwd": ("scaling_bwd", "backward")}
 

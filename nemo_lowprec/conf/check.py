@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_lowprec.arguments import RANGES, Seed, Text, check_arguments, check_value
 from nemo_lowprec.chart import CHART, get_level
+from nemo_lowprec.chart.options import parse_options
 from nemo_lowprec.lines import nearest
-from nemo_lowprec.options import parse_options
 
 _VALUES: dict[str, Any] = {
     "seed": Seed,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_lowprec.chart import ALIASES, CHART, get_level, preset_of
-from nemo_lowprec.options import option_defaults
+from nemo_lowprec.chart.options import option_defaults
 
 CONF_DIR = Path(__file__).parent
 GROUPS = ("precision", *sorted(p.name for p in CONF_DIR.iterdir() if p.is_dir() and not p.name.startswith("_")))

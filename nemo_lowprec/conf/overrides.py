@@ -17,10 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_lowprec.chart import get_level
+from nemo_lowprec.chart.options import parse_options
 from nemo_lowprec.conf.choices import CONF_DIR, GROUPS, choices_of, file_of
 from nemo_lowprec.conf.command_line import CommandLine, one_sentence
 from nemo_lowprec.lines import nearest
-from nemo_lowprec.options import parse_options
 
 _STRATEGY = "trainer.strategy"
 _PROCESSES = ("nodes", "gpus", "trainer.num_nodes", "trainer.devices")

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_lowprec.chart import PrecisionLevel
+from nemo_lowprec.chart.options import Options
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.column import Column
 from nemo_lowprec.comm import Averaging, ShardAveraging, reduce_amax
 from nemo_lowprec.compute import AmaxState, Computation, CurrentAmaxes, DelayedAmaxes
@@ -22,7 +24,6 @@ from nemo_lowprec.engine.columns import Columns
 from nemo_lowprec.grads import Fp8Gradients
 from nemo_lowprec.observers import Observers
 from nemo_lowprec.optim import LowBitOptimizerStates, MasterStep, OptimizerStates, StateFormats
-from nemo_lowprec.options import Options, Recipe
 from nemo_lowprec.tensors.weak_hooks import weakly
 from nemo_lowprec.weights import Fp32Weights, FrozenInFp8, LowBitWeights, MasterWeights, ShardedWeights, WeightStore
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from nemo_lowprec.chart.options import Options
 from nemo_lowprec.compat.compiler import outside_graphs
 from nemo_lowprec.compute import AmaxState, revert_layers
 from nemo_lowprec.engine.build import DTYPES, Sharding, build, new_amaxes
@@ -20,7 +21,6 @@ from nemo_lowprec.engine.step import Step
 from nemo_lowprec.grads import LossScale
 from nemo_lowprec.observers import Observers
 from nemo_lowprec.optim import needs_closure
-from nemo_lowprec.options import Options
 
 _ENGINE = "_lowprec_engine"
 

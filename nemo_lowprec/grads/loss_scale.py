@@ -5,8 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from nemo_lowprec.options import LossScaleConfig
-from nemo_lowprec.options.groups import HIGHEST
+from nemo_lowprec.chart.groups import HIGHEST, LossScaleConfig
 
 _STUCK = 10  # skipped steps in a row, at the smallest scale, before a warning
 

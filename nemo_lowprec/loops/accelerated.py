@@ -14,11 +14,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nemo_lowprec.chart import PrecisionLevel, get_level, preset_of
+from nemo_lowprec.chart.groups import LossScaleConfig
+from nemo_lowprec.chart.options import parse_options
 from nemo_lowprec.compat.accelerate import note_skipped
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.loops.fp8_settings import level_of
 from nemo_lowprec.loops.prepare import prepare_parsed
-from nemo_lowprec.options import LossScaleConfig, parse_options
 
 _TRAINED = ("NO", "MULTI_CPU", "MULTI_GPU")  # of Accelerate's ``DistributedType``
 _RECIPES = ("fp8_recipe_handler", "te_recipe_handler", "msamp_recipe_handler", "ao_recipe_handler")

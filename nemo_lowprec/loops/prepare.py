@@ -15,12 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nemo_lowprec.chart import PrecisionLevel, get_level, preset_of
+from nemo_lowprec.chart.groups import LossScaleConfig
+from nemo_lowprec.chart.options import Options, parse_options
 from nemo_lowprec.compute import is_converted
 from nemo_lowprec.compute.attention import prefer_attention_in
 from nemo_lowprec.compute.half_layers import autocast_forward
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.loops.plain_loop import PlainLoop, UnderDDP, refuse_sharded
-from nemo_lowprec.options import LossScaleConfig, Options, parse_options
 from nemo_lowprec.tensors import QuantizedTensor
 
 log = logging.getLogger("nemo_lowprec")

@@ -13,8 +13,8 @@ from dataclasses import asdict, make_dataclass
 from functools import cache
 from typing import Any
 
+from nemo_lowprec.chart.options import Options
 from nemo_lowprec.megatron.settings import resolve
-from nemo_lowprec.options import Options
 
 _FIELDS = (
     "fp16", "bf16", "params_dtype", "pipeline_dtype", "autocast_dtype", "grad_reduce_in_fp32", "fp8", "fp4",

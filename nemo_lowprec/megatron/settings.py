@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from nemo_lowprec.chart import PrecisionLevel
+from nemo_lowprec.chart.options import Options
 from nemo_lowprec.engine import DTYPES
-from nemo_lowprec.options import Options
 
 _RECIPES = {"delayed": "delayed", "current": "tensorwise", "blockwise": "blockwise", "mxfp8": "mxfp8"}
 _STATES = {"fp32": torch.float32, "fp16": torch.float16, "fp8": torch.uint8}  # Megatron's name of FP8 states is uint8

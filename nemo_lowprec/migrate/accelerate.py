@@ -9,10 +9,10 @@ import libcst as cst
 
 from nemo_lowprec.accelerate import level_of as from_settings
 from nemo_lowprec.chart import get_level
+from nemo_lowprec.chart.options import option_defaults
 from nemo_lowprec.migrate.edits import argument, with_arguments
 from nemo_lowprec.migrate.recipes import Target, keywords, without
 from nemo_lowprec.migrate.script import Change, Notes, Obstacle, Script
-from nemo_lowprec.options import option_defaults
 
 _RECIPES = ("FP8RecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs", "AORecipeKwargs")
 _ENGINES = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")

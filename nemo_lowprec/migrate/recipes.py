@@ -9,9 +9,9 @@ from typing import Any
 import libcst as cst
 
 from nemo_lowprec.chart import CHART, get_level
+from nemo_lowprec.chart.options import parse_options
 from nemo_lowprec.migrate.edits import argument
 from nemo_lowprec.migrate.script import Obstacle, Script
-from nemo_lowprec.options import parse_options
 
 __all__ = ["SCALINGS", "Target", "fp8_arguments", "level_of", "literal_keys", "target_of_recipe"]
 

@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from nemo_lowprec.arguments import check_arguments
 from nemo_lowprec.chart import ALIASES, CHART, get_level, preset_of
+from nemo_lowprec.chart.options import check_option, parse_options
 from nemo_lowprec.lines import nearest
-from nemo_lowprec.options import check_option, parse_options
 from nemo_lowprec.plugins.levels import ALIASED, LEVELS
 
 _PACKAGE = "nemo_lowprec."

@@ -20,13 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from nemo_lowprec.chart.options import Options
 from nemo_lowprec.comm import check_same, leave_to_ddp, take_from_ddp
 from nemo_lowprec.compute.half_layers import widened
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.grads import clip_grad_norm_
 from nemo_lowprec.loops.prepare import say_what_is_converted
 from nemo_lowprec.optim import needs_closure
-from nemo_lowprec.options import Options
 from nemo_lowprec.plugins.processes import leaves_ddp, parameters_digest, versions
 from nemo_lowprec.plugins.replaced import replace_attribute
 

@@ -10,8 +10,10 @@ from inspect import Parameter, Signature
 from typing import Any
 
 from nemo_lowprec.chart import ALIASES, CHART, get_level, preset_of
+from nemo_lowprec.chart.groups import LayerFilter, LossScaleConfig, LowBitOptions
+from nemo_lowprec.chart.options import option_defaults
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.lines import text_lines
-from nemo_lowprec.options import LayerFilter, LossScaleConfig, LowBitOptions, Recipe, option_defaults
 from nemo_lowprec.plugins.precision import LowPrecision
 
 _CLASSES = (Recipe, LossScaleConfig, LayerFilter, LowBitOptions)

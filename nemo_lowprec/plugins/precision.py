@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nemo_lowprec.chart import PrecisionLevel, get_level, preset_of
+from nemo_lowprec.chart.options import parse_options
 from nemo_lowprec.comm import give_back_to_ddp
 from nemo_lowprec.compat.lightning import trainer_of
 from nemo_lowprec.engine import DTYPES, Engine, Step
 from nemo_lowprec.megatron import MegatronSettings, resolve
 from nemo_lowprec.megatron.nemo import dtype_config
 from nemo_lowprec.optim import needs_closure
-from nemo_lowprec.options import parse_options
 from nemo_lowprec.plugins import agreement, nemo, processes
 from nemo_lowprec.plugins.averaging import average_exactly
 from nemo_lowprec.plugins.checkpoint_io import AtomicCheckpointIO

@@ -13,8 +13,8 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 
 from nemo_lowprec.chart import get_level
+from nemo_lowprec.chart.options import check_option
 from nemo_lowprec.lines import nearest
-from nemo_lowprec.options import check_option
 from nemo_lowprec.plugins import ALIASED, LEVELS, LowPrecision
 from nemo_lowprec.recipes.parsers import register_annotations
 from nemo_lowprec.report.monitor import PrecisionMonitor

@@ -18,8 +18,8 @@ from nemo_run.cli.cli_parser import CLIException, parse_cli_args
 from nemo_run.config import get_type_namespace
 
 from nemo_lowprec.chart import CHART, get_level
+from nemo_lowprec.chart.options import check_option
 from nemo_lowprec.lines import nearest
-from nemo_lowprec.options import check_option
 from nemo_lowprec.report.monitor import PrecisionMonitor
 from nemo_lowprec.run_arguments import check_level, split_call, split_setting
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nemo_lowprec.chart.options import Options
 from nemo_lowprec.compute import Conversion, gemm_plans
 from nemo_lowprec.observers import Observer
-from nemo_lowprec.options import Options
 from nemo_lowprec.report.findings import AuditReport, Finding
 from nemo_lowprec.report.parts import CONVERTED, FROZEN_FP8, KEPT, LEFT, VECTORS, Parts
 from nemo_lowprec.report.tensor_storage import Bytes, Stored, format_of

@@ -65,7 +65,10 @@ def test_chance_is_that_of_a_difference_of_two_runs() -> None:
 
 def test_runs_without_a_second_seed_tell_nothing_of_chance(runs: dict[Spec, dict]) -> None:
     one = {spec: run for spec, run in runs.items() if spec.is_whole and spec.variant != "twin"}
-    assert chance_by_length(one)[STEPS].freedom == 0 and math.isnan(chance_by_length(one)[STEPS].deviation)
+    alone = chance_by_length(one)[STEPS]
+    assert alone.freedom == 0 and math.isnan(alone.deviation)
+    with pytest.raises(ValueError, match="train a second seed"):
+        alone.half(1)
     assert chance_by_length(runs)[STEPS].freedom == 1
 
 

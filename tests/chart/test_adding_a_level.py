@@ -46,7 +46,7 @@ def followed(tmp_path_factory):
     """What a process prints that uses the level of a package with one row more."""
     copy = tmp_path_factory.mktemp("copy")
     shutil.copytree(ROOT / "nemo_lowprec", copy / "nemo_lowprec", ignore=shutil.ignore_patterns("__pycache__"))
-    chart = copy / "nemo_lowprec" / "chart.py"
+    chart = copy / "nemo_lowprec" / "chart" / "rows.py"
     text = chart.read_text()
     assert "_BF16_MIXED = " in text and "_ROWS = (\n" in text
     chart.write_text(text.replace("_ROWS = (\n", f"{ROW}_ROWS = (\n    _MINE, "))

@@ -9,10 +9,10 @@ from torch import nn
 
 import nemo_lowprec
 from nemo_lowprec.chart import ALIASES, CHART, NOT_SERVED, get_level, preset_of
+from nemo_lowprec.chart.options import parse_options
 from nemo_lowprec.cli import main
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.loops import prepare
-from nemo_lowprec.options import parse_options
 from nemo_lowprec.plugins import ALIASED, LowPrecision
 
 DELAYED = "bf16_with_fp8_delayed_scaling_mixed"

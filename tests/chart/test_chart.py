@@ -7,7 +7,9 @@ import pytest
 
 import nemo_lowprec
 from nemo_lowprec.chart import CHART, COLUMNS, get_level
-from nemo_lowprec.options import LayerFilter, LossScaleConfig, LowBitOptions, Recipe, parse_options
+from nemo_lowprec.chart.groups import LayerFilter, LossScaleConfig, LowBitOptions
+from nemo_lowprec.chart.options import parse_options
+from nemo_lowprec.chart.recipe import Recipe
 
 TABLE = """
 | fp16_amp | FP16 | FP32 | FP32 | – | FP32 | FP32+FP32 |

@@ -16,6 +16,8 @@ from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compat.autograd import graph_of
 from nemo_lowprec.compute import ReferenceBackend, convert_layers, patterns, revert_layers
 from nemo_lowprec.compute.activations import KINDS, Activation
@@ -28,7 +30,6 @@ from nemo_lowprec.compute.operands import new_histories
 from nemo_lowprec.compute.patterns.activations import Activations, LowPrecisionActivation, recognise_activation
 from nemo_lowprec.compute.patterns.gated_mlp import GatedMLPs, LowPrecisionGatedMLP
 from nemo_lowprec.compute.patterns.norms import Norms
-from nemo_lowprec.options import LayerFilter, Recipe
 from tests.support import Counting as CountingInputs
 
 HALF = torch.bfloat16

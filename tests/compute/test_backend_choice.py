@@ -6,10 +6,11 @@ import re
 import pytest
 import torch
 
+from nemo_lowprec.chart.options import BACKEND_NAMES
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import BACKENDS, choose_backend
 from nemo_lowprec.compute.backends import find_backend
 from nemo_lowprec.compute.backends.te import TEBackend
-from nemo_lowprec.options import BACKEND_NAMES, Recipe
 
 CPU = torch.device("cpu")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")

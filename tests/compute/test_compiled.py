@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_lowprec import prepare
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compat.autograd import graph_of
 from nemo_lowprec.compat.capture import hidden_capture
 from nemo_lowprec.compat.compiler import overwriting_saved_tensors, without_compiling
@@ -31,7 +33,6 @@ from nemo_lowprec.compute.half_linear import HalfLinear
 from nemo_lowprec.compute.operands import new_histories
 from nemo_lowprec.formats import E4M3, DelayedScaling
 from nemo_lowprec.observers import Observer, Observers
-from nemo_lowprec.options import LayerFilter, Recipe
 from nemo_lowprec.tensors import GradientTensor
 from tests.operators import watch_operators
 from tests.support import CASES, Counting, Net, level_of, train

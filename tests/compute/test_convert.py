@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import (
     Conversion,
     LowPrecisionLinear,
@@ -18,7 +20,6 @@ from nemo_lowprec.compute import (
 from nemo_lowprec.compute.operands import new_histories
 from nemo_lowprec.compute.patterns.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm
 from nemo_lowprec.formats import E4M3
-from nemo_lowprec.options import LayerFilter, Recipe
 
 HALF = torch.bfloat16
 

@@ -19,10 +19,11 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import ReferenceBackend, convert_layers
 from nemo_lowprec.compute.coverage import as_globs, as_patterns, groups_of, too_little
 from nemo_lowprec.compute.layers_table import layers_table
-from nemo_lowprec.options import LayerFilter, Recipe
 
 
 def groups(model, **layers):

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import LowPrecisionConv1D, ReferenceBackend, convert_layers
 from nemo_lowprec.compute.double_backward import _values
 from nemo_lowprec.compute.operands import new_histories, operand_of
 from nemo_lowprec.formats import E4M3
-from nemo_lowprec.options import LayerFilter, Recipe
 from nemo_lowprec.tensors import Fp8Weight, Fp16Weight
 
 SCALINGS = ["delayed", "current", "rowwise", "blockwise", "mxfp8", "nvfp4"]

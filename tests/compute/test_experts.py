@@ -12,13 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_lowprec import prepare
 from nemo_lowprec.chart import CHART
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import ReferenceBackend, convert_layers, revert_layers
 from nemo_lowprec.compute.experts.blocks import blocks_of
 from nemo_lowprec.compute.experts.reading import Fp32Router
 from nemo_lowprec.compute.experts.routing import route
 from nemo_lowprec.compute.graphs.guard import obstacle
 from nemo_lowprec.observers import Observer, Observers
-from nemo_lowprec.options import LayerFilter, Recipe
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report import plan_training
 from nemo_lowprec.tensors import Fp8Weight

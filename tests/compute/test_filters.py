@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import ReferenceBackend, convert_layers
-from nemo_lowprec.options import LayerFilter, Recipe
 
 
 class Block(nn.Module):

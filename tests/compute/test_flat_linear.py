@@ -3,11 +3,12 @@
 import torch
 from torch import nn
 
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import ReferenceBackend, convert_layers
 from nemo_lowprec.compute.backends.base import Orientation, QuantizedOperand, is_whole
 from nemo_lowprec.compute.flat_linear import is_flat
 from nemo_lowprec.compute.operands import new_histories
-from nemo_lowprec.options import LayerFilter, Recipe
 
 
 def operand(row, col):

@@ -8,10 +8,11 @@ import torch
 from numerics import nearest_even, sqnr
 from torch import nn
 
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import ReferenceBackend, convert_layers
 from nemo_lowprec.compute.operands import new_histories, operand_of
 from nemo_lowprec.formats import BlockScaledMatrix, dequantize_blocks
-from nemo_lowprec.options import LayerFilter, Recipe
 
 # Rounding to a mantissa of m bits leaves about 6.02 m + 13.5 dB of a normal sample: 31.5 for E4M3, 25.5 for E5M2,
 # and the noise of two operands adds up. E2M1 with E4M3 scales has about 20, less 3 where it rounds stochastically.

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from nemo_lowprec import CHART, msamp_o2, prepare
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import ReferenceBackend, convert_layers
 from nemo_lowprec.compute.graphs.blocks import find_blocks, find_wholes
 from nemo_lowprec.compute.graphs.gradients import WrittenGradients
@@ -20,7 +22,6 @@ from nemo_lowprec.compute.graphs.twins import grad_buffers, twin_of
 from nemo_lowprec.compute.operands import new_histories
 from nemo_lowprec.compute.producers import Reader, name_reader
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.options import LayerFilter, Recipe
 from nemo_lowprec.plugins.summary import graphs_row, level_table
 
 

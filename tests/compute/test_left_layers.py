@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import ReferenceBackend, convert_layers, gemm_plans
 from nemo_lowprec.compute.amaxes import AmaxState
 from nemo_lowprec.compute.operands import new_histories
@@ -13,7 +15,6 @@ from nemo_lowprec.compute.speed_filter import SpeedFilter
 from nemo_lowprec.compute.split import SplitLinear
 from nemo_lowprec.compute.weight_state import WeightStates
 from nemo_lowprec.formats import E4M3
-from nemo_lowprec.options import LayerFilter, Recipe
 from nemo_lowprec.tensors import Fp8Weight, Fp16Weight
 from tests.compute.test_qkv import KINDS, convert, model_of
 from tests.compute.test_qkv import train as train_attention

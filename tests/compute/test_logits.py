@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import ReferenceBackend, convert_layers, logits, revert_layers
 from nemo_lowprec.compute.conversion import Conversion
 from nemo_lowprec.compute.logits import MIN_CLASSES, Logits, give_logits
 from nemo_lowprec.compute.operands import new_histories
-from nemo_lowprec.options import LayerFilter, Recipe
 
 HALF, CLASSES = torch.bfloat16, MIN_CLASSES
 TARGETS = torch.randint(CLASSES, (2, 7), generator=torch.Generator().manual_seed(0))

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import LowPrecisionLinear, ReferenceBackend, convert_layers, is_converted, revert_layers
 from nemo_lowprec.compute.multihead import LowPrecisionMultiheadAttention
 from nemo_lowprec.compute.operands import new_histories
 from nemo_lowprec.formats import E4M3
-from nemo_lowprec.options import LayerFilter, Recipe
 from nemo_lowprec.tensors import Fp8Weight, Fp16Weight
 
 HALF = torch.bfloat16

@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import ReferenceBackend, convert_layers, revert_layers
 from nemo_lowprec.compute.patterns.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm
-from nemo_lowprec.options import LayerFilter, Recipe
 
 HALF = torch.bfloat16
 

@@ -9,11 +9,12 @@ from support import assert_same
 from torch import nn
 
 from nemo_lowprec import prepare
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import ReferenceBackend, convert_layers, gemm_plans, revert_layers
 from nemo_lowprec.compute.patches import LowPrecisionPatches, is_patch_embedding
 from nemo_lowprec.compute.speed_filter import choose
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.options import LayerFilter, Recipe
 from tests.auto import MADE_UP, made_up_times
 
 

@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from nemo_lowprec.chart import get_level
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import convert_layers, describe_layers, patterns, revert_layers
 from nemo_lowprec.compute.class_swap import swap
 from nemo_lowprec.compute.operands import new_histories
 from nemo_lowprec.compute.patterns import Match, Pattern, run_with
-from nemo_lowprec.options import LayerFilter, Recipe
 from tests.support import Counting
 
 HALF = torch.bfloat16

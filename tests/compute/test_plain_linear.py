@@ -12,12 +12,13 @@ from transformers import FalconConfig, FalconForCausalLM
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from nemo_lowprec import prepare
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import LowPrecisionLinear, ReferenceBackend, convert_layers, revert_layers
 from nemo_lowprec.compute.class_swap import kind_of
 from nemo_lowprec.compute.half_linear import HalfLinear
 from nemo_lowprec.compute.patterns.plain_linear import computes_linear
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.options import LayerFilter, Recipe
 
 
 class Times(nn.Linear):

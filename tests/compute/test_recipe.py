@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from nemo_lowprec.chart import CHART
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute.operands import OPERANDS, new_histories, operand_of
 from nemo_lowprec.formats import E4M3, E5M2
-from nemo_lowprec.options import Recipe
 from nemo_lowprec.plugins import LEVELS
 from nemo_lowprec.tensors import Fp8Weight
 

@@ -13,12 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import ReferenceBackend, convert_layers, residual
 from nemo_lowprec.compute.backends.base import NormKind, plain_norm
 from nemo_lowprec.compute.norm_function import fused_norm
 from nemo_lowprec.compute.operands import new_histories
 from nemo_lowprec.compute.residual import BranchOutput
-from nemo_lowprec.options import LayerFilter, Recipe
 
 HALF = torch.bfloat16
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute.backends import choose_backend
 from nemo_lowprec.compute.backends.base import Orientation, QuantizedOperand
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
@@ -10,7 +11,6 @@ from nemo_lowprec.compute.backends.scaled_mm_blocks import ScaledBlocksBackend
 from nemo_lowprec.compute.operands import OPERANDS, operand_of
 from nemo_lowprec.formats import BlockScaledMatrix, dequantize_blocks
 from nemo_lowprec.formats.gemm_block_scaling import CUBLAS_ROW_128, CUBLAS_SQUARE_128, SQUARE_128, scales_shape
-from nemo_lowprec.options import Recipe
 
 RECIPE = Recipe("blockwise", fp8="e4m3")
 BOTH = {"rowwise": True, "columnwise": True, "record": True}

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nemo_lowprec import LowPrecision
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute.backends import choose_backend, class_of
 from nemo_lowprec.compute.backends.base import QuantizedOperand
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
@@ -13,7 +14,6 @@ from nemo_lowprec.compute.operands import OPERANDS, operand_of
 from nemo_lowprec.compute.te_layers import te_recipe
 from nemo_lowprec.formats import E4M3, E5M2, compute_amax, dequantize_blocks, power_of_two_scale, quantize_blocks
 from nemo_lowprec.formats.gemm_block_scaling import WHOLE_ROW
-from nemo_lowprec.options import Recipe
 
 RECIPE = Recipe("rowwise", fp8="e4m3")
 BOTH = {"rowwise": True, "columnwise": True, "record": True}

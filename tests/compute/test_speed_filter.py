@@ -12,13 +12,14 @@ from support import values_of
 from torch import nn
 
 from nemo_lowprec import prepare
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import gemm_times
 from nemo_lowprec.compute.choice import CHOICE, Choice
 from nemo_lowprec.compute.gemm_times import FAMILIES, STORED, Call, GemmTimes, Roofline, times_of
 from nemo_lowprec.compute.producers import Reader, name_reader
 from nemo_lowprec.compute.speed_filter import Calls, choose, costs
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.options import LayerFilter, Recipe
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "results"
 RECIPE = Recipe("delayed")

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import te_layers
 from nemo_lowprec.compute.backends.base import half_matmul
 from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
 from nemo_lowprec.compute.backends.te import TEBackend
-from nemo_lowprec.options import Recipe
 
 
 def test_backends_import_neither_te_nor_triton():

@@ -9,9 +9,10 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import LowPrecisionConv1D, LowPrecisionLinear, ReferenceBackend, convert_layers, revert_layers
 from nemo_lowprec.compute.operands import new_histories
-from nemo_lowprec.options import LayerFilter, Recipe
 
 HALF = torch.bfloat16
 TOKENS = torch.arange(64).view(2, 32)

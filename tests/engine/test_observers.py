@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from nemo_lowprec import CHART
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.comm import GradientReducer, broadcast_weights
 from nemo_lowprec.compute import ReferenceBackend, convert_layers
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.grads import Fp8Gradients
 from nemo_lowprec.observers import EVENTS, NOBODY, Observer, Observers
-from nemo_lowprec.options import LayerFilter, Recipe
 from nemo_lowprec.report.traffic import Traffic
 from nemo_lowprec.tensors import Fp8Weight, GradientTensor
 from tests.processes import on_processes

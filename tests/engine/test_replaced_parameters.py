@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 
 import nemo_lowprec
 from nemo_lowprec.chart import get_level
+from nemo_lowprec.chart.options import parse_options
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.options import parse_options
 from nemo_lowprec.plugins.manual import ManualPasses
 from nemo_lowprec.weights import ShardedWeights
 from tests.processes import on_processes

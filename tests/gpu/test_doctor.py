@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nemo_lowprec import CHART
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute.backends import find_backend
 from nemo_lowprec.compute.gemm_measure import layer_times, warm_operands
-from nemo_lowprec.options import Recipe
 from nemo_lowprec.report import examine
 from tests.processes import of_a_shell
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from support import kernels_or_skip
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute.activations import Activation
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
@@ -14,7 +15,6 @@ from nemo_lowprec.compute.graphs.graphed import GraphedForward
 from nemo_lowprec.formats import E4M3, E5M2, cast, decode
 from nemo_lowprec.formats.gemm_block_scaling import ROW_128, SQUARE_128, dequantize_blocks, quantize_blocks
 from nemo_lowprec.kernels.loader import expert_kernels, grouped_block_kernels, grouped_kernels, tile_kernels
-from nemo_lowprec.options import Recipe
 from tests.experts import KINDS, convert, distance, experts_of, is_of_experts, passes, trained
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from support import kernels_or_skip
 from torch import nn
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import BACKENDS, ReferenceBackend
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.kernels.loader import block_kernels
-from nemo_lowprec.options import Recipe
 from nemo_lowprec.plugins import LEVELS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

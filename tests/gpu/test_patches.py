@@ -8,9 +8,9 @@ from torch import nn
 
 from nemo_lowprec import prepare
 from nemo_lowprec.chart import CHART
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute.backends import class_of
 from nemo_lowprec.compute.patches import LowPrecisionPatches
-from nemo_lowprec.options import Recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 LEVELS = [

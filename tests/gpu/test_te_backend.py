@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import te_layers
 from nemo_lowprec.compute.backends import choose_backend, class_of, scaled_mm
 from nemo_lowprec.compute.backends.base import QuantizedOperand
@@ -17,7 +18,6 @@ from nemo_lowprec.compute.linear import LowPrecisionLinear
 from nemo_lowprec.compute.operands import OPERANDS, new_histories, operand_of
 from nemo_lowprec.formats import E4M3, BlockScaledMatrix, decode, dequantize_blocks
 from nemo_lowprec.kernels import fp8_gemm
-from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import Fp8Weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -25,9 +25,9 @@ from support import (
 )
 from torch import nn
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import BACKENDS
 from nemo_lowprec.compute.backends import class_of
-from nemo_lowprec.options import Recipe
 from nemo_lowprec.report import Audit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -6,6 +6,8 @@ from support import kernels_or_skip
 from torch import nn
 
 from nemo_lowprec import prepare
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import convert_layers
 from nemo_lowprec.compute.activations import KINDS, Activation
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
@@ -13,7 +15,6 @@ from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
 from nemo_lowprec.compute.operands import new_histories
 from nemo_lowprec.formats import E4M3, E5M2, cast, compute_amax
 from nemo_lowprec.kernels.loader import activation_kernels
-from nemo_lowprec.options import LayerFilter, Recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

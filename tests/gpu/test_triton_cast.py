@@ -4,12 +4,12 @@ import pytest
 import torch
 from support import kernels_or_skip
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
 from nemo_lowprec.compute.operands import new_histories, operand_of
 from nemo_lowprec.formats import E4M3, E5M2, DelayedScaling, cast, compute_amax, compute_scale
 from nemo_lowprec.kernels.loader import fused_kernels
-from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import Fp8Weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

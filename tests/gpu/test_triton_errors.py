@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute.backends import choose_backend
 from nemo_lowprec.compute.backends.base import Orientation
 from nemo_lowprec.compute.operands import OPERANDS, operand_of
 from nemo_lowprec.formats import E4M3, E5M2
 from nemo_lowprec.formats.errors import Errors
 from nemo_lowprec.kernels import loader
-from nemo_lowprec.options import Recipe
 from nemo_lowprec.report.monitor.table import ErrorTable
 from nemo_lowprec.tensors import GradientTensor
 

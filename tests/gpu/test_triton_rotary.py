@@ -10,6 +10,8 @@ from transformers.models.llama import modeling_llama
 from transformers.models.modernbert import modeling_modernbert
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
+from nemo_lowprec.chart.groups import LayerFilter
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import convert_layers
 from nemo_lowprec.compute import rotary as rotaries
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
@@ -19,7 +21,6 @@ from nemo_lowprec.compute.patterns.rotary import form_of
 from nemo_lowprec.compute.rotary import FusedRotary
 from nemo_lowprec.formats import E5M2, cast, compute_amax
 from nemo_lowprec.kernels.loader import join_kernels, rotary_kernels
-from nemo_lowprec.options import LayerFilter, Recipe
 from tests.attention_models import Attention, Window
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

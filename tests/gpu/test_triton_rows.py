@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_lowprec import prepare
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute.backends import choose_backend
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.backends.scaled_mm_rows import ScaledRowsBackend
@@ -14,7 +15,6 @@ from nemo_lowprec.formats import E4M3, E5M2, BlockScaledMatrix, dequantize_block
 from nemo_lowprec.formats.gemm_block_scaling import WHOLE_ROW
 from nemo_lowprec.kernels import fp8_gemm
 from nemo_lowprec.kernels.loader import row_kernels
-from nemo_lowprec.options import Recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute.backends import choose_backend
 from nemo_lowprec.compute.backends.scaled_mm_blocks import ScaledBlocksBackend
 from nemo_lowprec.compute.operands import OPERANDS, operand_of
 from nemo_lowprec.formats import E4M3, BlockScaledMatrix, dequantize_blocks, quantize_blocks
 from nemo_lowprec.formats.gemm_block_scaling import ROW_128, SQUARE_128
 from nemo_lowprec.kernels.loader import tile_kernels
-from nemo_lowprec.options import Recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 RECIPE = Recipe("blockwise", fp8="e4m3")

@@ -9,10 +9,10 @@ from transformers.pytorch_utils import Conv1D
 
 from nemo_lowprec import prepare
 from nemo_lowprec.chart import CHART
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute.backends import class_of
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.kernels.loader import weight_kernels
-from nemo_lowprec.options import Recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

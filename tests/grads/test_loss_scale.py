@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from nemo_lowprec.chart.groups import LossScaleConfig
 from nemo_lowprec.grads import LossScale
-from nemo_lowprec.options import LossScaleConfig
 
 
 def run(config, outcomes):

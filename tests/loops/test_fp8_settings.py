@@ -10,7 +10,7 @@ from accelerate.utils import FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 
 from nemo_lowprec.accelerate import level_of
 from nemo_lowprec.chart import get_level
-from nemo_lowprec.options import parse_options
+from nemo_lowprec.chart.options import parse_options
 
 DEFAULTS = {"fp8": "hybrid", "fp8_margin": 0, "interval": 1, "fp8_amax_history_len": 1024,
             "fp8_amax_compute_algo": "max", "override_linear_precision": (False, False, False)}  # fmt: skip

@@ -12,11 +12,11 @@ from megatron.core.transformer.enums import AttnBackend
 from torch import nn
 
 from nemo_lowprec.chart import CHART, get_level
+from nemo_lowprec.chart.options import parse_options
 from nemo_lowprec.megatron import ParallelLayout, resolve
 from nemo_lowprec.megatron.columns import convert
 from nemo_lowprec.megatron.summary import layers_table, settings_table
 from nemo_lowprec.observers import NOBODY
-from nemo_lowprec.options import parse_options
 from tests.support import level_of
 
 # params: dtype of matrices, and of the model's config; vectors: of parameters of fewer dimensions; half: which of the

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import nemo_lowprec
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute.backends.base import Orientation
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.gemm_times import STORED
@@ -18,7 +19,6 @@ from nemo_lowprec.engine import Engine
 from nemo_lowprec.formats import BlockScaledMatrix, dequantize_blocks
 from nemo_lowprec.lines import bytes_text
 from nemo_lowprec.models import CausalLM
-from nemo_lowprec.options import Recipe
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report import advise, plan_training
 from nemo_lowprec.report.advice import operands

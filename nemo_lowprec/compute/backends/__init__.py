@@ -7,6 +7,7 @@ import logging
 import torch
 import torch.distributed as dist
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
@@ -14,7 +15,6 @@ from nemo_lowprec.compute.backends.scaled_mm_blocks import ScaledBlocksBackend
 from nemo_lowprec.compute.backends.scaled_mm_rows import ScaledRowsBackend
 from nemo_lowprec.compute.backends.te import TEBackend
 from nemo_lowprec.kernels.loader import fused_kernels
-from nemo_lowprec.options import Recipe
 
 __all__ = ["BACKENDS", "Backend", "choose_backend", "class_of", "find_backend"]
 

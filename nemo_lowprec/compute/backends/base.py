@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compat.autograd import is_tracing, is_transforming
 from nemo_lowprec.compute.activations import Activation
 from nemo_lowprec.compute.backends.losses import gradient_of, losses_of
@@ -27,7 +28,6 @@ from nemo_lowprec.formats import E4M3
 from nemo_lowprec.formats.block_scale_128 import dequantize_rows, quantize_rows
 from nemo_lowprec.formats.gemm_block_scaling import BlockLayout
 from nemo_lowprec.kernels.loader import block_kernels, join_kernels, loss_kernels
-from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import Fp8Weight
 
 

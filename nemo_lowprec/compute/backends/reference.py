@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute.backends.base import Backend, Orientation, Packing, QuantizedOperand
 from nemo_lowprec.compute.backends.packing import Blocks, SharedData
 from nemo_lowprec.compute.operands import Operand
@@ -23,7 +24,6 @@ from nemo_lowprec.formats import (
     dequantize_blocks,
     quantize_blocks,
 )
-from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import Fp8Weight
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute.activations import Activation
 from nemo_lowprec.compute.backends import fused_activations
 from nemo_lowprec.compute.backends.base import (
@@ -31,7 +32,6 @@ from nemo_lowprec.kernels.loader import (
     sum_kernels,
     transpose_kernels,
 )
-from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import Fp8Weight
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute.backends.base import Orientation, Packing, QuantizedOperand
 from nemo_lowprec.compute.backends.packing import TwoCopiesInBlocks
 from nemo_lowprec.compute.backends.reference import ReferenceBackend, multiply
@@ -21,7 +22,6 @@ from nemo_lowprec.formats.gemm_block_scaling import (
 )
 from nemo_lowprec.kernels.fp8_gemm import ROWS, ROWS_AND_SQUARES, gemm_of_blocks, is_supported
 from nemo_lowprec.kernels.loader import tile_kernels
-from nemo_lowprec.options import Recipe
 
 _LAYOUTS = {ROW_128: CUBLAS_ROW_128, SQUARE_128: CUBLAS_SQUARE_128}
 

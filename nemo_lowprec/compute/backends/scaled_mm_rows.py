@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute.backends.base import Orientation, Packing, QuantizedOperand
 from nemo_lowprec.compute.backends.packing import TwoCopiesInBlocks
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
@@ -16,7 +17,6 @@ from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.formats.gemm_block_scaling import WHOLE_ROW
 from nemo_lowprec.kernels.fp8_gemm import OUTER, gemm_of_rows
 from nemo_lowprec.kernels.loader import row_kernels
-from nemo_lowprec.options import Recipe
 
 
 class ScaledRowsBackend(ScaledBlocksBackend):

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compat.transformer_engine import import_te
 from nemo_lowprec.compute.activations import Activation
 from nemo_lowprec.compute.backends import fused_activations
@@ -31,7 +32,6 @@ from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.formats import AmaxSlot, FloatFormat, compute_amax
 from nemo_lowprec.formats.gemm_block_scaling import CUBLAS_ROW_128, CUBLAS_SQUARE_128
 from nemo_lowprec.kernels.loader import fused_kernels
-from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import Fp8Weight
 
 _INSTALL = "install a transformer-engine[pytorch] that matches this PyTorch and CUDA, or use backend='torch'"

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from nemo_lowprec.chart.options import Options
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.options import Options
 from nemo_lowprec.report.loss import loss_of
 
 _PLAIN_WARMUP, _WARMUP, _STEPS = 3, 14, 5  # CUDA graphs of a level come at the 13th step at the latest

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compat.autograd import current_backward
 from nemo_lowprec.compute.operands import operand_of
 from nemo_lowprec.formats import (
@@ -31,7 +32,6 @@ from nemo_lowprec.formats import (
 )
 from nemo_lowprec.formats.errors import Errors, add_errors, clipped_beyond, new_sums
 from nemo_lowprec.observers import Observer
-from nemo_lowprec.options import Recipe
 from nemo_lowprec.report.bounds import PER_TENSOR
 from nemo_lowprec.tensors import QuantizedTensor
 

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from nemo_lowprec.chart import get_level
+from nemo_lowprec.chart.options import parse_options
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compat.autograd import current_backward
 from nemo_lowprec.compat.tensors import tree_map
 from nemo_lowprec.compute import gemm_plans
 from nemo_lowprec.compute.speed_filter import Calls
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.formats.errors import Errors
-from nemo_lowprec.options import Recipe, parse_options
 from nemo_lowprec.report.advice.measuring import release
 from nemo_lowprec.report.advice.operands import OperandErrors, Rounded
 from nemo_lowprec.report.loss import loss_of

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
+from nemo_lowprec.chart.options import Options
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compute import choose_backend
 from nemo_lowprec.compute.gemm_times import STORED, GemmTimes, stored_form
 from nemo_lowprec.compute.speed_filter import HALF, LOW, choose, costs
-from nemo_lowprec.options import Options, Recipe
 from nemo_lowprec.report.advice.passes import Seen
 from nemo_lowprec.report.plan.plan import Plan
 

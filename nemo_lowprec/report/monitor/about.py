@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nemo_lowprec.chart.options import Options
 from nemo_lowprec.compute import Conversion
-from nemo_lowprec.options import Options
 from nemo_lowprec.report.monitor.run_writer import FORMAT
 
 _PLAIN = (str, int, float, bool, tuple, type(None))

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nemo_lowprec.chart.options import Options
 from nemo_lowprec.compute import Conversion
 from nemo_lowprec.engine import Columns, Engine, Step
 from nemo_lowprec.observers import Observers
-from nemo_lowprec.options import Options
 from nemo_lowprec.report.monitor.te_operands import te_linears
 from nemo_lowprec.weights import ShardedWeights
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_lowprec.chart.recipe import Recipe
 from nemo_lowprec.compat.transformer_engine import fp8_data, import_te, without_amax
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.backends import find_backend
 from nemo_lowprec.compute.backends.base import NormKind, plain_norm
 from nemo_lowprec.compute.te_layers import is_te_module
-from nemo_lowprec.options import Recipe
 from nemo_lowprec.report.monitor.operands import OperandErrors
 
 _FORWARD, _BACKWARD = "scaling_fwd", "scaling_bwd"  # keys of a layer's quantizers: input and weight, output gradient

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from nemo_lowprec.arguments import AtLeast1, check_value
+from nemo_lowprec.chart.groups import LayerFilter
 from nemo_lowprec.compat.tensors import tree_leaves, tree_map
 from nemo_lowprec.compute import gemm_plans
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.lines import one_line
-from nemo_lowprec.options import LayerFilter
 from nemo_lowprec.report.loss import forward_of, outputs_of
 from nemo_lowprec.report.plan.layout import Layout
 from nemo_lowprec.report.plan.on_gpu import GpuRules

@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from nemo_lowprec.chart.options import Options
 from nemo_lowprec.comm.planned import Message
 from nemo_lowprec.engine import state_formats
 from nemo_lowprec.optim.storage import zeros
-from nemo_lowprec.options import Options
 from nemo_lowprec.report.plan.tracing import Activations, Phases
 from nemo_lowprec.report.tensor_storage import as_stored, format_of
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le
 
 from nemo_lowprec.arguments import AtLeast1, check_value
-from nemo_lowprec.chart import PrecisionLevel
+from nemo_lowprec.chart.rows import PrecisionLevel
 
 _ALGOS = ("max", "most_recent")
 _FP8_FORMATS = ("hybrid", "e4m3")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_lowprec.chart import CHART, PrecisionLevel
+from nemo_lowprec.chart.groups import LayerFilter, LossScaleConfig, LowBitOptions
+from nemo_lowprec.chart.recipe import Recipe
+from nemo_lowprec.chart.rows import CHART, PrecisionLevel
 from nemo_lowprec.lines import did_you_mean
-from nemo_lowprec.options.groups import LayerFilter, LossScaleConfig, LowBitOptions
-from nemo_lowprec.options.recipe import Recipe
 
 BACKEND_NAMES = ("torch", "te", "reference")  # the order in which ``auto`` tries them
 ATTENTION = ("auto", "cudnn")
