@@ -1,7 +1,8 @@
 """Gradients averaged over all GPUs of a machine: FP8 beside all_reduce of FP32 and BF16 and NCCL's own sum of float8.
 
     python -m benchmarks.gradient_sync
-    NCCL_IB_DISABLE=1 python -m benchmarks.gradient_sync --machines 2 --out FILE        # four GPUs or more
+    NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 python -m benchmarks.gradient_sync --out FILE  # over sockets
+    NCCL_IB_DISABLE=1 python -m benchmarks.gradient_sync --machines 2 --out FILE  # four GPUs or more
     python -m benchmarks.gradient_sync --machines 2 --mbit 400 --size 1024 --count 4 --buckets 1 --out FILE  # a CPU
 
 268 M gradients, as of 16 matrices of 4096 x 4096. A pass lets every process sleep on its GPU while the host queues the
@@ -40,6 +41,7 @@ from benchmarks.processes import links, put_on_machine
 from benchmarks.record import Record, arguments
 from benchmarks.slow_network import ADDRESS, bytes_out, enter, two_machines
 from nemo_lowprec.comm import GradientReducer
+from nemo_lowprec.comm.topology import peer_access_is_off
 from nemo_lowprec.formats import E4M3
 from nemo_lowprec.formats.block_scale_128 import BLOCK, block_exponent, power
 from nemo_lowprec.grads import Fp8Gradients
@@ -192,7 +194,7 @@ def run(rank: int, world: int, args: argparse.Namespace, machines: list[int]) ->
     bytes_8 = torch.zeros(flat[torch.float32].numel(), dtype=torch.uint8, device=device)
     exponents = torch.zeros(bytes_8.numel() // BLOCK, dtype=torch.uint8, device=device)
     stored = {f"buckets of {mib} MiB": Stored(gradients, mib * 2**20) for mib in args.buckets}
-    if cuda:
+    if cuda and not peer_access_is_off():
         for mib in args.buckets:
             stored[f"by collectives, buckets of {mib} MiB"] = Stored(gradients, mib * 2**20, collectives=True)
 

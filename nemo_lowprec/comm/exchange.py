@@ -1,9 +1,10 @@
 """Exchanges messages between all processes, and gathers the means.
 
 ``CollectiveBuffers`` uses the process group's collectives, on any device. ``PeerBuffers`` is for GPUs of one machine
-that reach each other's memory: copy engines move the messages. This takes no multiprocessor from the backward pass, and
-uses the links better than NCCL's kernels do. Each GPU writes to the others, one message after the other: reading is
-slower, and concurrent copies take more time in all (measured between four H200s).
+that reach each other's memory, where NCCL may use this access, too: copy engines move the messages. This takes no
+multiprocessor from the backward pass, and uses the links better than NCCL's kernels do. Each GPU writes to the others,
+one message after the other: reading is slower, and concurrent copies take more time in all (measured between four
+H200s).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_lowprec.comm.topology import backend_of, machines_by_rank
+from nemo_lowprec.comm.topology import backend_of, machines_by_rank, peer_access_is_off
 from nemo_lowprec.comm.wire import Messages
 from nemo_lowprec.compat.distributed import timeout_of
 from nemo_lowprec.observers import NOBODY, Observers
@@ -168,12 +169,20 @@ class PeerMemory:
             return None
         # The processes compare notes after each step: in the next step, a process would wait for one that has failed.
         size = (_RECEIVED + _GATHERED) * world * capacity
-        shared = _on_all(lambda: _symmetric().empty(size, dtype=torch.uint8, device=device), group, device)
+        shared = _on_all(lambda: _reachable(size, device), group, device)
         return None if shared is None else _on_all(lambda: cls(capacity, group, device, shared), group, device)
 
 
 def _symmetric() -> ModuleType:
     return importlib.import_module("torch.distributed._symmetric_memory")
+
+
+def _reachable(size: int, device: torch.device) -> Tensor:
+    """uint8 [size] that can be made known to the other processes."""
+    if peer_access_is_off():
+        raise RuntimeError("NCCL's environment variables turn off the GPUs' access to each other's memory.")
+    shared: Tensor = _symmetric().empty(size, dtype=torch.uint8, device=device)
+    return shared
 
 
 _T = TypeVar("_T")

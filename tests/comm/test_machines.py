@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nemo_lowprec.comm import GradientReducer, exchange
-from nemo_lowprec.comm.topology import Machines, backend_of, machines_by_rank, second
+from nemo_lowprec.comm.topology import Machines, backend_of, machines_by_rank, peer_access_is_off, second
 from nemo_lowprec.comm.wire import Messages, Packer, mean_of_messages
 from nemo_lowprec.compat.distributed import timeout_of
 from nemo_lowprec.observers import Observer, Observers
@@ -296,3 +296,16 @@ def test_the_reference_of_the_wire_agrees():
     got = GradientTensor.empty(torch.empty(64, 256, dtype=torch.float32))
     Packer(layout).unpack(out.view(1, -1), [(got.data_blocks, got.exponent, got.nonfinite)])
     assert torch.equal(got.dequantize(), reference([g.dequantize() for g in gradients], "in turn"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "off"),
+    [("NCCL_P2P_DISABLE", "1", True), ("NCCL_P2P_DISABLE", "0", False), ("NCCL_P2P_LEVEL", "LOC", True),
+     ("NCCL_P2P_LEVEL", "0", True), ("NCCL_P2P_LEVEL", "NVL", False)],
+)  # fmt: skip
+def test_gpus_that_nccl_keeps_apart(monkeypatch, name, value, off):
+    for variable in ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"):
+        monkeypatch.delenv(variable, raising=False)
+    assert not peer_access_is_off()
+    monkeypatch.setenv(name, value)
+    assert peer_access_is_off() is off

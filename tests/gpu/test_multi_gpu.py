@@ -1,5 +1,7 @@
 """Every level on two GPUs, over NCCL."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,6 +94,12 @@ def on_both_backends(rank):
     return {"passes": reduced(rank), "peers": peers is not None}
 
 
+def kept_apart(rank):
+    """As ``on_both_backends``, where NCCL is told not to use the GPUs' access to each other's memory."""
+    os.environ["NCCL_P2P_DISABLE"] = "1"
+    return on_both_backends(rank)
+
+
 def averaged_pass(reducer, params, seed):
     """A backward pass that ``reducer`` averages; returns this process's gradients before, FP32."""
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -172,6 +180,12 @@ def test_gpus_copy_between_their_memories_also_in_a_group_with_gloo(tmp_path):
     ranks = on_processes(2, tmp_path, on_both_backends, backend="cpu:gloo,cuda:nccl")
     assert_means([rank["passes"] for rank in ranks])
     assert [rank["peers"] for rank in ranks] == [True, True]
+
+
+def test_gpus_that_nccl_keeps_apart_do_not_copy_between_their_memories(tmp_path):
+    ranks = on_processes(2, tmp_path, kept_apart, backend="nccl")
+    assert_means([rank["passes"] for rank in ranks])
+    assert [rank["peers"] for rank in ranks] == [False, False]
 
 
 @pytest.mark.parametrize("case", ALL)

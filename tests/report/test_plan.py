@@ -307,6 +307,15 @@ def test_peers_of_one_machine_have_memory_of_their_own():
     assert one > eight > 0  # nine messages to everyone against at most five
 
 
+def test_gpus_that_nccl_keeps_apart_have_the_buffers_of_collectives(monkeypatch):
+    buffers = lambda *devices: plan_training(Llama(), plugin("msamp_o2"), *devices, "lowprec_ddp").column(  # noqa: E731
+        "Communication buffers"
+    )
+    peers, machines = buffers(1, 8), buffers(8, 1)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert buffers(1, 8).bytes == machines.bytes < peers.bytes
+
+
 def printed(got):
     console = Console(width=160, file=io.StringIO())
     console.print(got.table())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_lowprec.arguments import AtLeast1, check_value
+from nemo_lowprec.comm.topology import peer_access_is_off
 from nemo_lowprec.megatron import ParallelLayout
 
 MEGATRON = "lowprec_megatron"
@@ -123,7 +124,7 @@ class Layout:
     def peers(self, size: int) -> bool:
         """Whether groups of ``size`` processes copy messages between their memories (see ``PeerMemory``)."""
         on_one_node = size <= self.gpus and self.gpus % size == 0
-        return self.accelerator == "gpu" and size > 1 and on_one_node
+        return self.accelerator == "gpu" and size > 1 and on_one_node and not peer_access_is_off()
 
     def __str__(self) -> str:
         if self.strategy == "single_device":
