@@ -12,12 +12,13 @@ from nemo_lowprec.chart import CHART
 from nemo_lowprec.comm.bucketing import BUCKET_BYTES
 
 __all__ = [
-    "FSDP2", "averages", "gradient_sync", "on_all_gpus", "parallel_parity", "parallel_single", "replicated",
-    "replicated_picture", "sharded", "sharded_picture",
+    "FSDP2", "averages", "gradient_sync", "gradient_sync_links", "on_all_gpus", "parallel_parity", "parallel_single",
+    "replicated", "replicated_picture", "sharded", "sharded_picture",
 ]  # fmt: skip
 
 FSDP2 = "lightning FSDP2, FP32 shards gathered in bf16"
 _FILE = RESULTS / "parallel_step_h200.jsonl"
+_LINKS = ("CPU memory", "sockets")  # of gradient_sync_links_h200.jsonl; the second without the first
 _REPLICATED = {  # what the others are called in pictures
     "lightning TransformerEnginePrecision, bf16 weights, no masters, ddp": (
         "Lightning's Transformer Engine, DDP,\nBF16 weights, no masters, head in FP8"
@@ -64,6 +65,24 @@ def gradient_sync() -> str:
             row += [milliseconds(f, 3), f"{f['of_bf16']:.3f}", f"{f['bytes_sent'] / 1e6:,.0f}", error]
         rows.append(row)
     return block(takeaway, simple_table(header, rows), origin(read(RESULTS / "gradient_sync_h200.jsonl")[0]))
+
+
+def gradient_sync_links() -> str:
+    """Time to average gradients of two GPUs over slower links, by what NCCL's environment variables turn off."""
+    path = RESULTS / "gradient_sync_links_h200.jsonl"
+    origins, figures = read(path)
+    found = {"GPU memory": averages()[2]}
+    for f in figures:
+        found.setdefault(_LINKS["NCCL_SHM_DISABLE" in f["nccl"]], {})[f["contestant"]] = f
+    ours = f"fp8, buckets of {BUCKET_BYTES >> 20} MiB"
+    rows, said = [], []
+    for link, of in found.items():
+        fp8, bf16 = of[ours], of["bf16 all_reduce"]
+        rows.append((link, milliseconds(bf16, 2), milliseconds(fp8, 2), f"{fp8['of_bf16']:.3f}"))
+        said.append(f"{fp8['of_bf16']:.2f} through {link}")
+    takeaway = f"FP8 averaging takes these parts of the time of BF16's all_reduce: {', '.join(said)}."
+    header = ("Through", "BF16 all_reduce, ms", "FP8, ms: median (min – max)", "of bf16")
+    return block(takeaway, simple_table(header, rows), origin(origins))
 
 
 def _figures() -> list[dict[str, Any]]:

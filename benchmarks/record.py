@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -44,6 +45,11 @@ def _without_out(words: list[str]) -> list[str]:
     return words[:at] + words[at + 2 :]
 
 
+def _links_off() -> list[str]:
+    """``NCCL_P2P_DISABLE=1`` and the like, of this process's environment."""
+    return [f"{n}={v}" for n, v in sorted(os.environ.items()) if n.startswith("NCCL_") and n.endswith("_DISABLE")]
+
+
 class Record:
     """Prints figures and keeps them in a file, written as they come.
 
@@ -64,7 +70,7 @@ class Record:
             if "command" not in line or (after is not None and "command" not in after):
                 self.add(**line)
         self.add(
-            command=f"python {name} {shlex.join(_without_out(sys.argv[1:]))}".strip(),
+            command=" ".join((*_links_off(), "python", name, shlex.join(_without_out(sys.argv[1:])))).strip(),
             date=datetime.date.today().isoformat(),
             gpu=torch.cuda.get_device_name() if gpus else None,
             gpus=gpus,

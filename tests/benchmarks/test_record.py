@@ -30,3 +30,10 @@ def test_an_origin_whose_figures_were_all_measured_again_is_left_out(tmp_path):
     origins, figures = read(path)
     Record(path, [*origins, figures[1]]).add(benchmark="x", figure=3)
     assert [f["figure"] for f in read(path)[1]] == [2, 3] and len(read(path)[0]) == 2
+
+
+def test_a_command_says_which_links_were_off(tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setenv("NCCL_VERSION", "2.28")
+    Record(tmp_path / "results.jsonl").add(benchmark="x", figure=1)
+    assert read(tmp_path / "results.jsonl")[0][0]["command"].startswith("NCCL_P2P_DISABLE=1 python ")

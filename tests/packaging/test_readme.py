@@ -19,7 +19,7 @@ def test_tables_are_made_from_the_chart_and_the_results():
 
 def test_the_readme_is_short_with_a_picture_of_speed_and_one_of_loss():
     assert README.count("\n") <= 200 and README.count(".. image::") == 2
-    assert "benchmarks/results/everyday.png" in README and "docs/pictures/compare_gap_h200.png" in README
+    assert "benchmarks/results/everyday.png" in README and "benchmarks/results/convergence_h200.png" in README
 
 
 def test_ci_runs_the_readme_s_test_command():
