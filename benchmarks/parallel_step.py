@@ -3,14 +3,16 @@
     python -m benchmarks.parallel_step
     NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 python -m benchmarks.parallel_step --out FILE  # over sockets
     NCCL_IB_DISABLE=1 python -m benchmarks.parallel_step --machines 2 --out FILE  # four GPUs or more
+    NCCL_IB_DISABLE=1 python -m benchmarks.parallel_step --machines 2 --processes 4 --out FILE  # two GPUs
 
 All contestants train the same model (``benchmarks/llama.py``) with fused AdamW, one after the other in the same
 processes, one a GPU, on other batches each. A figure is the median over rounds of five steps, of the slowest process;
 tokens are those of all GPUs. ``of one GPU`` is the throughput beside that of as many single GPUs at the same level:
 the levels are first trained alone, on all GPUs at a time. A file of results that is there is continued.
 
-With ``--machines`` the GPUs are those of as many machines, between which NCCL goes through the network, and ``at once``
-averages FP8 gradients over all processes at once. NCCL's environment variables stand in each figure.
+With ``--machines`` the processes are on as many machines, between which NCCL goes through the network, and ``at once``
+averages FP8 gradients over all processes at once. ``--processes`` may be a multiple of the number of GPUs: each machine
+then has all GPUs, which take turns between the machines. NCCL's environment variables stand in each figure.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ import nemo_lowprec
 from benchmarks.fsdp2 import Float8Gathered, HalfGathered, Sharded
 from benchmarks.levels import HOPPER
 from benchmarks.llama import BATCH, SEQUENCE, Llama
-from benchmarks.processes import links, put_on_machine
+from benchmarks.processes import environment, links, put_on_machine
 from benchmarks.record import Record, arguments, earlier
 from benchmarks.train_step import ROUND, Figures, under_trainer
 from nemo_lowprec import CHART
@@ -100,7 +102,9 @@ def fsdp2(kind: type[Llama], dtype: torch.dtype, precision: str) -> Contestant:
     def train(rounds: int, processes: dict[str, Any]) -> Figures:
         from lightning.pytorch.strategies import ModelParallelStrategy
 
-        strategy = ModelParallelStrategy(data_parallel_size=processes["devices"], tensor_parallel_size=1)
+        strategy = ModelParallelStrategy(
+            data_parallel_size=processes["devices"] * processes["num_nodes"], tensor_parallel_size=1
+        )
         return under_trainer(rounds, dtype, kind=kind, precision=precision, **(processes | {"strategy": strategy}))
 
     return train
@@ -136,19 +140,18 @@ def contestants(machines: int = 1) -> dict[str, tuple[str, Contestant]]:
 
 
 def work(
-    rank: int, gpus: int, names: list[str], alone: bool, rounds: int, port: int, machines: int, results: Any
+    rank: int, processes: int, names: list[str], alone: bool, rounds: int, port: int, machines: int, results: Any
 ) -> None:
     """One process: puts (name, error, seconds a step of the slowest process and peak GiB of the largest, bytes).
 
     The bytes are those that it sent in a step, by what sent them.
     """
-    torch.cuda.set_device(rank)
+    nodes = max(1, processes // torch.cuda.device_count())
+    torch.cuda.set_device(rank % torch.cuda.device_count())
     if not alone:
-        put_on_machine(rank, gpus, machines)
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": gpus, "LOCAL_WORLD_SIZE": gpus, "GROUP_RANK": 0}
-        os.environ.update({key: str(value) for key, value in numbers.items()})
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="benchmark")
-    for name in names[rank::gpus] if alone else names:
+        os.environ.update(environment(rank, processes, port, nodes))
+        put_on_machine(rank, processes, machines)
+    for name in names[rank::processes] if alone else names:
         gc.collect()
         torch.cuda.empty_cache()
         left = torch.cuda.memory_allocated()
@@ -160,8 +163,8 @@ def work(
                 found = ours(name)(rounds, {"devices": [rank], "callbacks": looks})
             else:
                 strategy, train = contestants(machines)[name]
-                processes = {"devices": gpus, "strategy": strategy, "use_distributed_sampler": False}
-                found = train(rounds, processes | {"callbacks": looks})
+                there = {"devices": processes // nodes, "num_nodes": nodes, "strategy": strategy}
+                found = train(rounds, there | {"use_distributed_sampler": False, "callbacks": looks})
         except Exception as error:
             results.put((name, f"{type(error).__name__}: {error}"[:300], [], {}))
             raise
@@ -175,25 +178,25 @@ def work(
 
 
 def measured(
-    names: list[str], gpus: int, alone: bool, rounds: int, port: int, machines: int = 1
+    names: list[str], processes: int, alone: bool, rounds: int, port: int, machines: int = 1
 ) -> Iterator[tuple[str, str | None, list[float], dict[str, int]]]:
     """What ``work`` puts, for every name; after an error the others go on in new processes."""
     left = list(names)
     while left:
         results = mp.get_context("spawn").Queue()
-        processes = mp.spawn(work, (gpus, left, alone, rounds, port, machines, results), nprocs=gpus, join=False)
+        context = mp.spawn(work, (processes, left, alone, rounds, port, machines, results), processes, join=False)
         error = None
         while left and error is None:
             try:
                 name, error, found, sent = results.get(timeout=1)
             except queue.Empty:
-                if not any(p.is_alive() for p in processes.processes):
+                if not any(p.is_alive() for p in context.processes):
                     raise RuntimeError(f"All processes are gone, and {left} were not measured.") from None
                 continue
             left.remove(name)
             yield name, error, found, sent
         try:
-            while not processes.join():
+            while not context.join():
                 pass
         except Exception:
             traceback.print_exc()
@@ -204,9 +207,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help=f"rounds of {ROUND} steps a contestant")
     parser.add_argument("--only", nargs="*", help="contestants whose name holds one of these")
     parser.add_argument("--machines", type=int, default=1)
+    parser.add_argument("--processes", type=int, help="by default one a GPU")
     parser.add_argument("--port", type=int, default=29512)
     args = parser.parse_args()
     gpus = torch.cuda.device_count()
+    processes = args.processes or gpus
+    if processes not in (gpus, gpus * args.machines):
+        parser.error(f"--processes is {gpus}, or {gpus} on each of --machines")
     kept = [line for line in earlier(args.out, "parallel_step") if "error" not in line]
     figures = [line for line in kept if "name" in line]
     chosen = [name for name in contestants(args.machines) if not args.only or any(part in name for part in args.only)]
@@ -223,14 +230,15 @@ def main() -> None:
             record.add(benchmark="parallel_step", name=name, gpus=count, error=error)
             return 0.0
         *seconds, peak = found
+        trained = 1 if count == 1 else processes
         median = statistics.median(seconds)
-        rate = count * BATCH * SEQUENCE / median
+        rate = trained * BATCH * SEQUENCE / median
         line: dict[str, Any] = {"tokens_per_s": round(rate), "ms": round(median * 1e3, 2), "peak_gib": round(peak, 2)}
         line |= {"ms_min": round(min(seconds) * 1e3, 2), "ms_max": round(max(seconds) * 1e3, 2)}
         if count > 1 and alone.get(level or ""):
             line["of_one_gpu"] = round(rate / (count * alone[level or ""]), 4)
         if count > 1:
-            line |= links(args.machines)
+            line |= links(args.machines) | ({"processes": processes} if processes > gpus else {})
         if sent:
             line |= {"bytes_sent": sum(sent.values()), "sent": sent}
         record.add(benchmark="parallel_step", name=name, level=level, gpus=count, **line)
@@ -238,7 +246,7 @@ def main() -> None:
 
     for name, *found in measured(baselines, gpus, True, args.rounds, args.port):
         alone[name] = note(name, name, 1, *found)
-    for name, *found in measured(chosen, gpus, False, args.rounds, args.port, args.machines):
+    for name, *found in measured(chosen, processes, False, args.rounds, args.port, args.machines):
         note(name, levels[name] if levels[name] in HOPPER else None, gpus, *found)
 
 

@@ -56,8 +56,12 @@ def failure(figure: dict) -> str:
     return "out of memory" if "OutOfMemory" in figure["error"] else figure["error"].split(":")[0]
 
 
-def origin(origins: list[dict], *also: str) -> str:
-    """GPU, date and versions of figures, and the commands that measured them; ``also`` names further packages."""
+def origin(origins: list[dict], *also: str, done: str = "Measured") -> str:
+    """GPU, date and versions of figures, and the commands that made them; ``also`` names further packages.
+
+    Args:
+        done: what the commands did.
+    """
     commands: dict[str, list[str]] = {}
     for source in origins:
         versions, names = source["versions"], ("torch", "transformer-engine", "lightning", *also)
@@ -67,5 +71,5 @@ def origin(origins: list[dict], *also: str) -> str:
         commands.setdefault(where, []).append(source["command"])
     parts = []
     for where, of in commands.items():
-        parts += [f"Measured on {where}:", ".. code-block:: text", "\n".join(f"   {command}" for command in of)]
+        parts += [f"{done} on {where}:", ".. code-block:: text", "\n".join(f"   {command}" for command in of)]
     return "\n\n".join(parts)

@@ -63,7 +63,7 @@ def watched(path: Path = RESULTS / "watched.jsonl") -> str:
             numbers = (f"{of[metric]:.{digits}f} ({of[f'{metric}_step']:,})" for metric, digits in _EXTREMES.items())
             rows.append((row, kind.replace("grad_output", "gradient"), *numbers))
     header = ("Level, parameters", "operand", "least SQNR, dB", "most underflow, %", "saturation, %")
-    return block(takeaway, simple_table(header, rows), origin(origins))
+    return block(takeaway, simple_table(header, rows), origin(origins, done="Summed up"))
 
 
 def _longest(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
