@@ -3,7 +3,7 @@
     python -m benchmarks.gradient_sync
     NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 python -m benchmarks.gradient_sync --out FILE  # over sockets
     NCCL_IB_DISABLE=1 python -m benchmarks.gradient_sync --machines 2 --out FILE  # four GPUs or more
-    python -m benchmarks.gradient_sync --machines 2 --mbit 400 --size 1024 --count 4 --buckets 1 --out FILE  # a CPU
+    python -m benchmarks.gradient_sync --machines 2 --mbit 100 --size 1024 --count 4 --buckets 1 --out FILE  # a CPU
 
 268 M gradients, as of 16 matrices of 4096 x 4096. A pass lets every process sleep on its GPU while the host queues the
 work (in training it runs ahead of the GPU, too), then for the others, and measures from there to the end; a round
@@ -172,6 +172,7 @@ def run(rank: int, world: int, args: argparse.Namespace, machines: list[int]) ->
     cuda = torch.cuda.is_available()
     place(rank, world, args, machines)
     device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    gpus = min(world, torch.cuda.device_count()) if cuda else 0
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world)
@@ -247,7 +248,10 @@ def run(rank: int, world: int, args: argparse.Namespace, machines: list[int]) ->
         if args.mbit is not None:
             figures["mbit"] = args.mbit
         if record is not None:
-            record.add(benchmark="gradient_sync", contestant=name, gpus=world, elements=bytes_8.numel(), **figures)
+            shared = {} if world == gpus else {"processes": world}
+            record.add(
+                benchmark="gradient_sync", contestant=name, gpus=gpus, **shared, elements=bytes_8.numel(), **figures
+            )
     dist.destroy_process_group()
 
 

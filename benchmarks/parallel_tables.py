@@ -12,8 +12,8 @@ from nemo_lowprec.chart import CHART
 from nemo_lowprec.comm.bucketing import BUCKET_BYTES
 
 __all__ = [
-    "FSDP2", "averages", "gradient_sync", "gradient_sync_links", "on_all_gpus", "parallel_parity", "parallel_single",
-    "replicated", "replicated_picture", "sharded", "sharded_picture",
+    "FSDP2", "averages", "gradient_sync", "gradient_sync_links", "gradient_sync_machines", "on_all_gpus",
+    "parallel_parity", "parallel_single", "replicated", "replicated_picture", "sharded", "sharded_picture",
 ]  # fmt: skip
 
 FSDP2 = "lightning FSDP2, FP32 shards gathered in bf16"
@@ -82,6 +82,30 @@ def gradient_sync_links() -> str:
         said.append(f"{fp8['of_bf16']:.2f} through {link}")
     takeaway = f"FP8 averaging takes these parts of the time of BF16's all_reduce: {', '.join(said)}."
     header = ("Through", "BF16 all_reduce, ms", "FP8, ms: median (min – max)", "of bf16")
+    return block(takeaway, simple_table(header, rows), origin(origins))
+
+
+def gradient_sync_machines() -> str:
+    """Time to average gradients of two machines with a slow network between them."""
+    origins, figures = read(RESULTS / "gradient_sync_machines.jsonl")
+    found = {f["contestant"]: f for f in figures}
+    shown = {
+        "BF16 all_reduce": "bf16 all_reduce",
+        "FP8, all processes at once": "fp8, at once, buckets of 1 MiB",
+        "FP8, within machines first": "fp8, buckets of 1 MiB",
+    }
+    of = {title: found[name] for title, name in shown.items()}
+    _, flat, ours = of.values()
+    takeaway = (
+        f"Between two machines of {ours['processes'] // 2} processes each, over {ours['mbit']} Mbit/s, FP8 averaging "
+        f"takes {ours['of_bf16']:.2f} of the time of BF16's all_reduce, and {flat['of_bf16']:.2f} where it averages "
+        "over all processes at once."
+    )
+    rows = [
+        (title, milliseconds(f, 0), f"{f['of_bf16']:.3f}", f"{f['mb_between']:.1f}", f"{f['error']:.3f}")
+        for title, f in of.items()
+    ]
+    header = ("Averaging", "ms: median (min – max)", "of bf16", "MB between", "error")
     return block(takeaway, simple_table(header, rows), origin(origins))
 
 

@@ -140,6 +140,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "llama_8b": memory_tables.llama_8b,
     "gradient_sync": parallel_tables.gradient_sync,
     "gradient_sync_links": parallel_tables.gradient_sync_links,
+    "gradient_sync_machines": parallel_tables.gradient_sync_machines,
     "replicated": parallel_tables.replicated,
     "sharded": parallel_tables.sharded,
     "parallel_single": parallel_tables.parallel_single,
