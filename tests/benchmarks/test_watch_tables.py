@@ -19,7 +19,7 @@ def table(tmp_path):
         path = tmp_path / "results.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in (ORIGIN, *figures)))
         sentence, lines, measured, _, command = make(path).split("\n\n")
-        assert measured == "Measured on A, 2026-01-02, torch 2:" and command.strip() == ORIGIN["command"]
+        assert measured == "Summed up on A, 2026-01-02, torch 2:" and command.strip() == ORIGIN["command"]
         return sentence, [line.split() for line in lines.splitlines()[3:-1]]
 
     return made
