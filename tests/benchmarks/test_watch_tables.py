@@ -15,11 +15,11 @@ PARTS = dict.fromkeys(NAMES, 0.0)
 def table(tmp_path):
     """The table that a function makes of figures: its sentence, and the cells of its rows."""
 
-    def made(make, *figures):
+    def made(make, *figures, done="Measured"):
         path = tmp_path / "results.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in (ORIGIN, *figures)))
         sentence, lines, measured, _, command = make(path).split("\n\n")
-        assert measured == "Summed up on A, 2026-01-02, torch 2:" and command.strip() == ORIGIN["command"]
+        assert measured == f"{done} on A, 2026-01-02, torch 2:" and command.strip() == ORIGIN["command"]
         return sentence, [line.split() for line in lines.splitlines()[3:-1]]
 
     return made
@@ -64,7 +64,7 @@ def test_operands_of_the_longest_run_are_named_in_the_sentence(table):
             "samples": 4, "operands": {"input": operand, "grad_output": operand | {"sqnr": sqnr - 6}},
         }  # fmt: skip
 
-    sentence, rows = table(watch_tables.watched, run("one", 100, 20.0), run("two", 2000, 31.0))
+    sentence, rows = table(watch_tables.watched, run("one", 100, 20.0), run("two", 2000, 31.0), done="Summed up")
     assert "In 4 samples of 2,000 steps of a model of 2 M parameters (CPU)" in sentence.replace("\n", " ")
     assert "31.0 dB or more" in sentence.replace("\n", " ") and "25.0 dB or more" in sentence.replace("\n", " ")
     assert [row[:5] for row in rows] == [
