@@ -169,8 +169,8 @@ def paired(runs: Runs) -> dict[str, list[tuple[Run, Run]]]:
 def gaps_at_length(runs: Runs) -> dict[str, Gap]:
     """The gap of each row that :func:`paired` has.
 
-    The interval of a gap is made of the chance of the longest runs with at least ``ENOUGH`` degrees of freedom, that of
-    a growth of the chance of the growth of whole runs.
+    The interval of a gap is made of the chance of the longest runs with at least ``ENOUGH`` degrees of freedom. The
+    interval of a growth is made of the growths of whole runs.
     """
     chance = [of for of in chance_by_length(runs).values() if of.freedom >= ENOUGH][-1]
     growing = _chance({spec: rise(run) for spec, run in runs.items() if spec.is_whole})

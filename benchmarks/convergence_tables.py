@@ -56,10 +56,10 @@ def gaps() -> str:
     base = _whole()[BASELINE]
     widest = max(gap.half for gap in levels.values())
     takeaway = (
-        f"After {_millions(STEPS)} tokens, where ``{BASELINE}`` with seed 0 has a loss of {base['loss']:.4f}, the "
-        f"other losses lie at most {abs(levels[furthest].percent):.2f} % from its own ({_shown(furthest)}). The "
-        f"goal is {GOAL} %; the widest interval is ± {widest:.2f} %. Over the second half of the training {growth} by "
-        "more than its interval."
+        f"After {_millions(STEPS)} tokens ``{BASELINE}`` with seed 0 has a loss of {base['loss']:.4f}. The gaps to "
+        f"``{BASELINE}`` are at most {abs(levels[furthest].percent):.2f} % ({_shown(furthest)}). The goal is {GOAL} %; "
+        f"the widest interval is ± {widest:.2f} %. Over the second half of the training {growth} by more than its "
+        "interval."
     )
     rows = [
         (
@@ -164,7 +164,7 @@ def curves_picture() -> Picture:
         Panel(f"Gap of the validation loss to {BASELINE}, %", "", tuple(map(float, steps)), apart, limit, half),
     )
     see = (
-        f"The training losses lie on each other; the gaps of the validation losses stay within {furthest:.2f} %. The "
+        f"The curves of the training loss overlap; the gaps of the validation losses stay within {furthest:.2f} %. The "
         f"band is ± {half:.2f} %: a gap within it can be chance."
     )
     means = ", ".join(f"{gap.later:+.2f} % ({_shown(row)})" for row, gap in found.items())
@@ -174,7 +174,7 @@ def curves_picture() -> Picture:
     )
     names = ", ".join(line.label for line in apart)
     alt = (
-        f"Left: training losses over steps, on each other. Right: gaps of {names} to {BASELINE} in percent, within "
+        f"Left: overlapping curves of the training loss. Right: gaps of {names} to {BASELINE} in percent, within "
         f"{furthest:.2f}, and a band of {half:.2f} around zero."
     )
     return Picture("convergence_h200.png", see, shown, Lines("step", panels, alt))

@@ -248,10 +248,8 @@ def run(rank: int, world: int, args: argparse.Namespace, machines: list[int]) ->
         if args.mbit is not None:
             figures["mbit"] = args.mbit
         if record is not None:
-            shared = {} if world == gpus else {"processes": world}
-            record.add(
-                benchmark="gradient_sync", contestant=name, gpus=gpus, **shared, elements=bytes_8.numel(), **figures
-            )
+            figures = {"elements": bytes_8.numel()} | ({"processes": world} if world != gpus else {}) | figures
+            record.add(benchmark="gradient_sync", contestant=name, gpus=gpus, **figures)
     dist.destroy_process_group()
 
 

@@ -218,7 +218,7 @@ def main() -> None:
     figures = [line for line in kept if "name" in line]
     chosen = [name for name in contestants(args.machines) if not args.only or any(part in name for part in args.only)]
     chosen = [name for name in chosen if not any(f["name"] == name and f["gpus"] == gpus for f in figures)]
-    alone = {f["level"]: f["tokens_per_s"] for f in figures if f["gpus"] == 1}
+    alone = {f["level"]: f["tokens_per_s"] for f in figures if f["gpus"] == 1 and "processes" not in f}
     levels = {name: name.rpartition(",")[0] for name in chosen}
     baselines = [level for level in HOPPER if level in levels.values() and level not in alone]
     record = Record(args.out, kept)
@@ -226,28 +226,28 @@ def main() -> None:
     def note(
         name: str, level: str | None, count: int, error: str | None, found: list[float], sent: dict[str, int]
     ) -> float:
+        on = {"gpus": min(count, gpus)} | ({"processes": count} if count > gpus else {})
         if error is not None:
-            record.add(benchmark="parallel_step", name=name, gpus=count, error=error)
+            record.add(benchmark="parallel_step", name=name, **on, error=error)
             return 0.0
         *seconds, peak = found
-        trained = 1 if count == 1 else processes
         median = statistics.median(seconds)
-        rate = trained * BATCH * SEQUENCE / median
+        rate = count * BATCH * SEQUENCE / median
         line: dict[str, Any] = {"tokens_per_s": round(rate), "ms": round(median * 1e3, 2), "peak_gib": round(peak, 2)}
         line |= {"ms_min": round(min(seconds) * 1e3, 2), "ms_max": round(max(seconds) * 1e3, 2)}
-        if count > 1 and alone.get(level or ""):
+        if 1 < count <= gpus and alone.get(level or ""):
             line["of_one_gpu"] = round(rate / (count * alone[level or ""]), 4)
         if count > 1:
-            line |= links(args.machines) | ({"processes": processes} if processes > gpus else {})
+            line |= links(args.machines)
         if sent:
             line |= {"bytes_sent": sum(sent.values()), "sent": sent}
-        record.add(benchmark="parallel_step", name=name, level=level, gpus=count, **line)
+        record.add(benchmark="parallel_step", name=name, level=level, **on, **line)
         return rate
 
     for name, *found in measured(baselines, gpus, True, args.rounds, args.port):
         alone[name] = note(name, name, 1, *found)
     for name, *found in measured(chosen, processes, False, args.rounds, args.port, args.machines):
-        note(name, levels[name] if levels[name] in HOPPER else None, gpus, *found)
+        note(name, levels[name] if levels[name] in HOPPER else None, processes, *found)
 
 
 if __name__ == "__main__":

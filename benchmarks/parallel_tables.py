@@ -18,7 +18,7 @@ __all__ = [
 
 FSDP2 = "lightning FSDP2, FP32 shards gathered in bf16"
 _FILE = RESULTS / "parallel_step_h200.jsonl"
-_LINKS = ("CPU memory", "sockets")  # of gradient_sync_links_h200.jsonl; the second without the first
+_AVERAGES = RESULTS / "gradient_sync_h200.jsonl"
 _REPLICATED = {  # what the others are called in pictures
     "lightning TransformerEnginePrecision, bf16 weights, no masters, ddp": (
         "Lightning's Transformer Engine, DDP,\nBF16 weights, no masters, head in FP8"
@@ -38,7 +38,7 @@ _SHARDED = {
 def averages() -> dict[int, dict[str, dict[str, Any]]]:
     """Figures of gradient_sync_h200.jsonl, by number of GPUs and contestant."""
     found: dict[int, dict[str, dict[str, Any]]] = {}
-    for f in read(RESULTS / "gradient_sync_h200.jsonl")[1]:
+    for f in read(_AVERAGES)[1]:
         found.setdefault(f["gpus"], {})[f["contestant"]] = f
     return dict(sorted(found.items()))
 
@@ -64,16 +64,16 @@ def gradient_sync() -> str:
             error = f"{f['error']:.4f}" if "error" in f else "–"
             row += [milliseconds(f, 3), f"{f['of_bf16']:.3f}", f"{f['bytes_sent'] / 1e6:,.0f}", error]
         rows.append(row)
-    return block(takeaway, simple_table(header, rows), origin(read(RESULTS / "gradient_sync_h200.jsonl")[0]))
+    return block(takeaway, simple_table(header, rows), origin(read(_AVERAGES)[0]))
 
 
 def gradient_sync_links() -> str:
     """Time to average gradients of two GPUs over slower links, by what NCCL's environment variables turn off."""
     path = RESULTS / "gradient_sync_links_h200.jsonl"
-    origins, figures = read(path)
     found = {"GPU memory": averages()[2]}
-    for f in figures:
-        found.setdefault(_LINKS["NCCL_SHM_DISABLE" in f["nccl"]], {})[f["contestant"]] = f
+    for f in read(path)[1]:
+        link = "sockets" if "NCCL_SHM_DISABLE" in f["nccl"] else "CPU memory"
+        found.setdefault(link, {})[f["contestant"]] = f
     ours = f"fp8, buckets of {BUCKET_BYTES >> 20} MiB"
     rows, said = [], []
     for link, of in found.items():
@@ -82,7 +82,8 @@ def gradient_sync_links() -> str:
         said.append(f"{fp8['of_bf16']:.2f} through {link}")
     takeaway = f"FP8 averaging takes these parts of the time of BF16's all_reduce: {', '.join(said)}."
     header = ("Through", "BF16 all_reduce, ms", "FP8, ms: median (min – max)", "of bf16")
-    return block(takeaway, simple_table(header, rows), origin(origins))
+    of_two = [of for of in read(_AVERAGES)[0] if of["gpus"] == 2]
+    return block(takeaway, simple_table(header, rows), origin(of_two + read(path)[0]))
 
 
 def gradient_sync_machines() -> str:

@@ -169,7 +169,11 @@ class PeerMemory:
             return None
         # The processes compare notes after each step: in the next step, a process would wait for one that has failed.
         size = (_RECEIVED + _GATHERED) * world * capacity
-        shared = _on_all(lambda: _reachable(size, device), group, device)
+
+        def allocate() -> Tensor | None:
+            return None if peer_access_is_off() else _symmetric().empty(size, dtype=torch.uint8, device=device)
+
+        shared = _on_all(allocate, group, device)
         return None if shared is None else _on_all(lambda: cls(capacity, group, device, shared), group, device)
 
 
@@ -177,19 +181,11 @@ def _symmetric() -> ModuleType:
     return importlib.import_module("torch.distributed._symmetric_memory")
 
 
-def _reachable(size: int, device: torch.device) -> Tensor:
-    """uint8 [size] that can be made known to the other processes."""
-    if peer_access_is_off():
-        raise RuntimeError("NCCL's environment variables turn off the GPUs' access to each other's memory.")
-    shared: Tensor = _symmetric().empty(size, dtype=torch.uint8, device=device)
-    return shared
-
-
 _T = TypeVar("_T")
 
 
-def _on_all(make: Callable[[], _T], group: dist.ProcessGroup | None, device: torch.device) -> _T | None:
-    """The result of ``make`` where it succeeds on all processes; None on all where it fails on one."""
+def _on_all(make: Callable[[], _T | None], group: dist.ProcessGroup | None, device: torch.device) -> _T | None:
+    """The result of ``make``; None on all processes where ``make`` fails or returns None on one process."""
     made: _T | None = None
     with suppress(RuntimeError, ImportError, AttributeError):
         made = make()

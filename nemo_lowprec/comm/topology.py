@@ -1,4 +1,4 @@
-"""Which processes share a machine, whether its GPUs use each other's memory, and the groups that average gradients.
+"""Which processes share a machine, whether GPUs use each other's memory, and the groups that average gradients.
 
 A machine's name is the environment variable ``NCCL_HOSTID``, which NCCL uses in the same way, or else its hostname. So
 several values of ``NCCL_HOSTID`` on one machine stand for several machines.
@@ -31,7 +31,7 @@ def machines_by_rank(group: dist.ProcessGroup | None) -> list[str]:
 def peer_access_is_off() -> bool:
     """Whether ``NCCL_P2P_DISABLE`` or ``NCCL_P2P_LEVEL`` keeps NCCL from the GPUs' access to each other's memory.
 
-    They are set where this access hangs or damages data, as on some virtual machines, which CUDA does not report.
+    Users set these variables where the access hangs or damages data without an error from CUDA.
     """
     return os.environ.get("NCCL_P2P_DISABLE") == "1" or os.environ.get("NCCL_P2P_LEVEL") in ("LOC", "0")
 

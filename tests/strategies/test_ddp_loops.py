@@ -33,7 +33,7 @@ STRATEGIES = ["ddp", "lowprec_ddp"]
 BY_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
 SOME = ["fp16_amp", "te_fp8", "msamp_o2", "msamp_o3", "fp16_mixed", "bf16_with_fp8_mixed+fp8_params"]
 AT_SOME = pytest.mark.parametrize("case", SOME)
-MANY = 200
+MANY = 1000
 
 
 def fit(model, case, rank, strategy, *callbacks, steps=3, accumulate=1, precision=None, **options):

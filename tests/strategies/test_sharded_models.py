@@ -21,7 +21,6 @@ from tests.support import Net, Samples, assert_same, is_low_bit, linear_optimize
 
 SOME = ["te_fp8", "msamp_o1", "msamp_o2", "msamp_o3", "fp16_mixed", "bf16_mixed", "bf16_with_fp8_mixed+fp8_params"]
 AT_CASES = pytest.mark.parametrize("case", SOME)
-COMPILED = ["te_fp8", "msamp_o2", "msamp_o3"]  # weights in FP32, and low-bit weights without and with masters
 ROWS = 32
 
 
@@ -233,8 +232,7 @@ def every_case(rank):
         found[case] = {name: run(case, rank, net, max_steps=2) for name, net in nets.items()}
         found[case]["stages"] = stages(case, rank)
         found[case]["kept"] = [keeps(case, rank, *options) for options in ((True,), (True, True), (False,))]
-        if case in COMPILED:
-            found[case]["graphs"] = [graphs(case, rank, depth) for depth in (1, 4)]
+        found[case]["graphs"] = [graphs(case, rank, depth) for depth in (1, 4)]
         if is_low_bit(case):
             found[case]["waiting"] = waiting(case, rank)
     found["errors"] = [errors(rank, net) for net in (CutOtherwise, CutInPart)]
@@ -280,7 +278,7 @@ def test_compiled_blocks_train_as_plain_ones(ranks, case):
     assert_same({n.replace("_orig_mod.", ""): weight for n, weight in got["weights"].items()}, want["weights"])
 
 
-@pytest.mark.parametrize("case", COMPILED)
+@AT_CASES
 def test_blocks_of_the_same_code_share_their_graphs(ranks, case):
     one, four = ranks[0][case]["graphs"]
     assert four == one == 1
