@@ -49,7 +49,7 @@ def faults(path: Path = RESULTS / "faults.jsonl") -> str:
     costs = [(fault, f["lost_steps_max"]) for (fault, _), f in found.items() if "lost_steps_max" in f]
     if costs:
         after_term = max((cost for fault, cost in costs if fault.startswith("term")), default=0)
-        takeaway += f" At most {max(cost for _, cost in costs)} steps are made again, and after SIGTERM {after_term}."
+        takeaway += f" Steps made again: at most {max(cost for _, cost in costs)}, and after SIGTERM {after_term}."
     longest = max((f["seconds_max"] for f in found.values() if "seconds_max" in f), default=None)
     if longest is not None:
         takeaway += f" Every process had ended within {longest:.1f} s of the fault."

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from benchmarks.llama import BATCH, SEQUENCE
 from benchmarks.pictures import Picture, bars
-from benchmarks.record import RESULTS, read
+from benchmarks.record import RESULTS, lines, read
 from benchmarks.rst import block, milliseconds, origin, simple_table, times
 from nemo_lowprec.chart import CHART
 from nemo_lowprec.comm.bucketing import BUCKET_BYTES
@@ -14,6 +15,7 @@ from nemo_lowprec.comm.bucketing import BUCKET_BYTES
 __all__ = [
     "FSDP2", "averages", "gradient_sync", "gradient_sync_links", "gradient_sync_machines", "on_all_gpus",
     "parallel_parity", "parallel_single", "replicated", "replicated_picture", "sharded", "sharded_picture",
+    "steps_over_links",
 ]  # fmt: skip
 
 FSDP2 = "lightning FSDP2, FP32 shards gathered in bf16"
@@ -70,43 +72,78 @@ def gradient_sync() -> str:
 def gradient_sync_links() -> str:
     """Time to average gradients of two GPUs over slower links, by what NCCL's environment variables turn off."""
     path = RESULTS / "gradient_sync_links_h200.jsonl"
-    found = {"GPU memory": averages()[2]}
-    for f in read(path)[1]:
-        link = "sockets" if "NCCL_SHM_DISABLE" in f["nccl"] else "CPU memory"
-        found.setdefault(link, {})[f["contestant"]] = f
+    origins = [of for of in read(_AVERAGES)[0] if of["gpus"] == 2]
+    runs = {(_link(averages()[2]["bf16 all_reduce"]), origins[0]["date"]): averages()[2]}
+    for of in lines(path):
+        if "command" in of:
+            origins.append(of)
+        else:
+            runs.setdefault((_link(of), origins[-1]["date"]), {})[of["contestant"]] = of
     ours = f"fp8, buckets of {BUCKET_BYTES >> 20} MiB"
-    rows, said = [], []
-    for link, of in found.items():
+    parts: dict[str, list[float]] = {}
+    rows = []
+    for (link, date), of in runs.items():
         fp8, bf16 = of[ours], of["bf16 all_reduce"]
-        rows.append((link, milliseconds(bf16, 2), milliseconds(fp8, 2), f"{fp8['of_bf16']:.3f}"))
-        said.append(f"{fp8['of_bf16']:.2f} through {link}")
-    takeaway = f"FP8 averaging takes these parts of the time of BF16's all_reduce: {', '.join(said)}."
-    header = ("Through", "BF16 all_reduce, ms", "FP8, ms: median (min – max)", "of bf16")
-    of_two = [of for of in read(_AVERAGES)[0] if of["gpus"] == 2]
-    return block(takeaway, simple_table(header, rows), origin(of_two + read(path)[0]))
+        digits = 1 if bf16["ms"] > 10 else 2
+        rows.append((link, date, milliseconds(bf16, digits), milliseconds(fp8, digits), f"{fp8['of_bf16']:.3f}"))
+        parts.setdefault(link, []).append(fp8["of_bf16"])
+    rows.sort(key=lambda row: list(parts).index(row[0]))
+    said = ", ".join(f"{' and '.join(f'{part:.2f}' for part in of)} through {link}" for link, of in parts.items())
+    takeaway = f"FP8 averaging takes these parts of the time of BF16's all_reduce: {said}."
+    header = ("Through", "on", "BF16 all_reduce, ms", "FP8, ms: median (min – max)", "of bf16")
+    return block(takeaway, simple_table(header, rows), origin(origins))
 
 
-def gradient_sync_machines() -> str:
-    """Time to average gradients of two machines with a slow network between them."""
-    origins, figures = read(RESULTS / "gradient_sync_machines.jsonl")
+def _link(figure: dict[str, Any]) -> str:
+    """The link between two GPUs that NCCL's environment variables left on."""
+    nccl = figure.get("nccl", {})
+    if "NCCL_SHM_DISABLE" in nccl or figure.get("machines", 1) > 1:
+        return "sockets"
+    return "CPU memory" if "NCCL_P2P_DISABLE" in nccl else "GPU memory"
+
+
+def gradient_sync_machines(path: Path = RESULTS / "gradient_sync_machines.jsonl", mib: int = 1) -> str:
+    """Time to average gradients of two machines with a slow network between them, in buckets of ``mib`` MiB."""
+    origins, figures = read(path)
     found = {f["contestant"]: f for f in figures}
     shown = {
         "BF16 all_reduce": "bf16 all_reduce",
-        "FP8, all processes at once": "fp8, at once, buckets of 1 MiB",
-        "FP8, within machines first": "fp8, buckets of 1 MiB",
+        "FP8, all processes at once": f"fp8, at once, buckets of {mib} MiB",
+        "FP8, within machines first": f"fp8, buckets of {mib} MiB",
     }
     of = {title: found[name] for title, name in shown.items()}
     _, flat, ours = of.values()
+    network = f"{ours['mbit']} Mbit/s" if "mbit" in ours else "NCCL's sockets"
     takeaway = (
-        f"Between two machines of {ours['processes'] // 2} processes each, over {ours['mbit']} Mbit/s, FP8 averaging "
+        f"Between two machines of {ours['processes'] // 2} processes each, over {network}, FP8 averaging "
         f"takes {ours['of_bf16']:.2f} of the time of BF16's all_reduce, and {flat['of_bf16']:.2f} where it averages "
         "over all processes at once."
     )
     rows = [
-        (title, milliseconds(f, 0), f"{f['of_bf16']:.3f}", f"{f['mb_between']:.1f}", f"{f['error']:.3f}")
+        (
+            title, milliseconds(f, 0), f"{f['of_bf16']:.3f}",
+            *([f"{f['mb_between']:.1f}"] if "mb_between" in f else []), f"{f['error']:.3f}",
+        )
         for title, f in of.items()
-    ]
-    header = ("Averaging", "ms: median (min – max)", "of bf16", "MB between", "error")
+    ]  # fmt: skip
+    between = ["MB between"] if "mb_between" in ours else []
+    header = ("Averaging", "ms: median (min – max)", "of bf16", *between, "error")
+    return block(takeaway, simple_table(header, rows), origin(origins))
+
+
+def steps_over_links() -> str:
+    """Whole steps of two GPUs over sockets, and of two machines that share them."""
+    origins, figures = read(RESULTS / "parallel_step_links_h200.jsonl")
+    shown = [f for f in figures if f["gpus"] > 1]
+    mixed, o2 = "lightning bf16-mixed, ddp", "msamp_o2, lowprec_ddp"
+    rows, said = [], []
+    for machines, name in {1: "one machine", 2: "two machines"}.items():
+        of = {f["name"]: f for f in shown if f.get("machines", 1) == machines}
+        said.append(f"{times(of[o2], of[mixed], 1)} as fast as Lightning's ``bf16-mixed`` on {name}")
+        for f in sorted(of.values(), key=lambda f: f["ms"]):
+            rows.append((name, f["name"], milliseconds(f, 0), times(f, of[mixed], 1), f"{f['bytes_sent'] / 1e9:.1f}"))
+    takeaway = f"Through sockets ``msamp_o2`` is {' and '.join(said)}."
+    header = ("On", "Contestant", "ms: median (min – max)", "as fast", "GB sent")
     return block(takeaway, simple_table(header, rows), origin(origins))
 
 

@@ -141,6 +141,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "gradient_sync": parallel_tables.gradient_sync,
     "gradient_sync_links": parallel_tables.gradient_sync_links,
     "gradient_sync_machines": parallel_tables.gradient_sync_machines,
+    "gradient_sync_machines_gpus": partial(
+        parallel_tables.gradient_sync_machines, RESULTS / "gradient_sync_machines_h200.jsonl", 64
+    ),
+    "steps_over_links": parallel_tables.steps_over_links,
     "replicated": parallel_tables.replicated,
     "sharded": parallel_tables.sharded,
     "parallel_single": parallel_tables.parallel_single,
@@ -149,6 +153,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "megatron_parity": megatron_tables.megatron_parity,
     "megatron_seeds": megatron_tables.megatron_seeds,
     "faults": fault_tables.faults,
+    "faults_gpus": partial(fault_tables.faults, RESULTS / "faults_h200.jsonl"),
     "monitor": watch_tables.monitor,
     "profiles": watch_tables.profiles,
     "profiles_small": partial(watch_tables.profiles, RESULTS / "profile_h200.jsonl"),
