@@ -97,7 +97,7 @@ def gradient_sync_links() -> str:
 def _link(figure: dict[str, Any]) -> str:
     """The link between two GPUs that NCCL's environment variables left on."""
     nccl = figure.get("nccl", {})
-    if "NCCL_SHM_DISABLE" in nccl or figure.get("machines", 1) > 1:
+    if "NCCL_SHM_DISABLE" in nccl:
         return "sockets"
     return "CPU memory" if "NCCL_P2P_DISABLE" in nccl else "GPU memory"
 
