@@ -8,7 +8,8 @@
 All contestants train the same model (``benchmarks/llama.py``) with fused AdamW, one after the other in the same
 processes, one a GPU, on other batches each. A figure is the median over rounds of five steps, of the slowest process;
 tokens are those of all GPUs. ``of one GPU`` is the throughput beside that of as many single GPUs at the same level:
-the levels are first trained alone, on all GPUs at a time. A file of results that is there is continued.
+the levels are first trained alone, on all GPUs at a time. A file of results that is there is continued: a contestant is
+measured again where its figure has other processes, machines or links.
 
 With ``--machines`` the processes are on as many machines, between which NCCL goes through the network, and ``at once``
 averages FP8 gradients over all processes at once. ``--processes`` may be a multiple of the number of GPUs: each machine
@@ -202,6 +203,20 @@ def measured(
             traceback.print_exc()
 
 
+def over_same_links(figure: dict[str, Any], processes: int, here: dict[str, Any]) -> bool:
+    """Whether a figure is of ``processes`` processes, with the machines and the links turned off that ``here`` has.
+
+    Args:
+        here: as ``links`` returns it.
+    """
+
+    def of(found: dict[str, Any]) -> tuple[int, dict[str, str]]:
+        off = {name: value for name, value in found.get("nccl", {}).items() if name.endswith("_DISABLE")}
+        return found.get("machines", 1), off
+
+    return figure.get("processes", figure["gpus"]) == processes and of(figure) == of(here)
+
+
 def main() -> None:
     parser = arguments(__doc__.split("\n")[0], "parallel_step_h200.jsonl")
     parser.add_argument("--rounds", type=int, default=3, help=f"rounds of {ROUND} steps a contestant")
@@ -217,7 +232,8 @@ def main() -> None:
     kept = [line for line in earlier(args.out, "parallel_step") if "error" not in line]
     figures = [line for line in kept if "name" in line]
     chosen = [name for name in contestants(args.machines) if not args.only or any(part in name for part in args.only)]
-    chosen = [name for name in chosen if not any(f["name"] == name and f["gpus"] == gpus for f in figures)]
+    done = {f["name"] for f in figures if over_same_links(f, processes, links(args.machines))}
+    chosen = [name for name in chosen if name not in done]
     alone = {f["level"]: f["tokens_per_s"] for f in figures if f["gpus"] == 1 and "processes" not in f}
     levels = {name: name.rpartition(",")[0] for name in chosen}
     baselines = [level for level in HOPPER if level in levels.values() and level not in alone]

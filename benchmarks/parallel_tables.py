@@ -71,21 +71,21 @@ def gradient_sync() -> str:
 
 def gradient_sync_links() -> str:
     """Time to average gradients of two GPUs over slower links, by what NCCL's environment variables turn off."""
-    path = RESULTS / "gradient_sync_links_h200.jsonl"
     origins = [of for of in read(_AVERAGES)[0] if of["gpus"] == 2]
-    runs = {(_link(averages()[2]["bf16 all_reduce"]), origins[0]["date"]): averages()[2]}
-    for of in lines(path):
-        if "command" in of:
-            origins.append(of)
+    runs = [averages()[2]]
+    for line in lines(RESULTS / "gradient_sync_links_h200.jsonl"):
+        if "command" in line:
+            origins.append(line)
+            runs.append({})
         else:
-            runs.setdefault((_link(of), origins[-1]["date"]), {})[of["contestant"]] = of
+            runs[-1][line["contestant"]] = line
     ours = f"fp8, buckets of {BUCKET_BYTES >> 20} MiB"
     parts: dict[str, list[float]] = {}
     rows = []
-    for (link, date), of in runs.items():
-        fp8, bf16 = of[ours], of["bf16 all_reduce"]
-        digits = 1 if bf16["ms"] > 10 else 2
-        rows.append((link, date, milliseconds(bf16, digits), milliseconds(fp8, digits), f"{fp8['of_bf16']:.3f}"))
+    for of, run in zip(origins, runs, strict=True):
+        fp8, bf16 = run[ours], run["bf16 all_reduce"]
+        link, digits = _link(bf16), 1 if bf16["ms"] > 10 else 2
+        rows.append((link, of["date"], milliseconds(bf16, digits), milliseconds(fp8, digits), f"{fp8['of_bf16']:.3f}"))
         parts.setdefault(link, []).append(fp8["of_bf16"])
     rows.sort(key=lambda row: list(parts).index(row[0]))
     said = ", ".join(f"{' and '.join(f'{part:.2f}' for part in of)} through {link}" for link, of in parts.items())
@@ -139,10 +139,10 @@ def steps_over_links() -> str:
     rows, said = [], []
     for machines, name in {1: "one machine", 2: "two machines"}.items():
         of = {f["name"]: f for f in shown if f.get("machines", 1) == machines}
-        said.append(f"{times(of[o2], of[mixed], 1)} as fast as Lightning's ``bf16-mixed`` on {name}")
+        said.append(f"{times(of[o2], of[mixed], 1)} ({name})")
         for f in sorted(of.values(), key=lambda f: f["ms"]):
             rows.append((name, f["name"], milliseconds(f, 0), times(f, of[mixed], 1), f"{f['bytes_sent'] / 1e9:.1f}"))
-    takeaway = f"Through sockets ``msamp_o2`` is {' and '.join(said)}."
+    takeaway = f"Through sockets ``msamp_o2`` is {' and '.join(said)} as fast as Lightning's ``bf16-mixed``."
     header = ("On", "Contestant", "ms: median (min – max)", "as fast", "GB sent")
     return block(takeaway, simple_table(header, rows), origin(origins))
 
