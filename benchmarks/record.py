@@ -24,7 +24,7 @@ __all__ = ["RESULTS", "Record", "arguments", "earlier", "lines", "origins_of", "
 RESULTS = Path(__file__).parent / "results"
 _PACKAGES = (
     "torch", "lightning", "transformers", "transformer-engine", "torchao", "triton", "megatron-core", "timm",
-    "liger-kernel", "accelerate", "nemo-run", "hydra-core",
+    "liger-kernel", "accelerate", "nemo-run", "nemo-toolkit", "hydra-core",
 )  # fmt: skip
 
 

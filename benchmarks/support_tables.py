@@ -115,7 +115,7 @@ def gpu_tests() -> str:
     whole = sum(counts.values(), Counter[str]())
     dates = sorted({source["date"] for source in origins})
     said = (
-        f"On {origins[0]['gpu']}, {' and '.join(dates)}, {whole['passed']:,} tests of {whole['files']} files passed "
+        f"On {origins[0]['gpu']}, {', '.join(dates)}, {whole['passed']:,} tests of {whole['files']} files passed "
         f"and {whole['failed']} failed."
     )
     rows = [

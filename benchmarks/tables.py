@@ -28,6 +28,7 @@ from benchmarks import (
     megatron_tables,
     memory_tables,
     muon_tables,
+    nemo_tables,
     numerics,
     parallel_tables,
     part_pictures,
@@ -45,7 +46,18 @@ _ROOT = Path(__file__).parent.parent
 _DOCS = _ROOT / "docs"
 README, MEASURED = _ROOT / "README.rst", _DOCS / "measured.rst"
 _MADE = ("from_accelerate", "from_msamp", "from_nemo")
-_PAGES = ("figures", "convergence", "watching", "profiling", "advising", "which_level", "numerics", "support", *_MADE)
+_PAGES = (
+    "figures",
+    "convergence",
+    "watching",
+    "profiling",
+    "advising",
+    "which_level",
+    "numerics",
+    "support",
+    "megatron",
+    *_MADE,
+)
 LEVEL_PAGES = tuple(_DOCS / "levels" / f"{name}.rst" for name in ("index", *CHART))
 DOCUMENTS = (README, MEASURED, *(_DOCS / f"{name}.rst" for name in _PAGES), *LEVEL_PAGES)
 
@@ -152,6 +164,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "megatron_step": megatron_tables.megatron_step,
     "megatron_parity": megatron_tables.megatron_parity,
     "megatron_seeds": megatron_tables.megatron_seeds,
+    "nemo_recipe": nemo_tables.nemo_recipe,
     "faults": fault_tables.faults,
     "faults_gpus": partial(fault_tables.faults, RESULTS / "faults_h200.jsonl"),
     "monitor": watch_tables.monitor,

@@ -36,10 +36,23 @@ def test_a_run_that_is_measured_again_replaces_its_figure_alone(tmp_path, monkey
     assert len(figures) == 3 and figures["bf16_mixed", "level"]["ms"] == pytest.approx(500.0)
 
 
-def test_table_has_the_distance_of_losses_and_what_failed(tmp_path, monkeypatch):
+def table(tmp_path, monkeypatch, runs):
     monkeypatch.setattr("sys.argv", ["nemo_recipe"])
     monkeypatch.setattr(nemo_tables, "RESULTS", tmp_path)
-    nemo_recipe.write(tmp_path / "nemo_recipe_h200.jsonl", RUNS, tokens=100)
-    table = nemo_tables.nemo_recipe()
-    assert "2.00 to 2.00 × as fast" in table and "0.2500" in table and "9.0000 → 8.2500" in table
-    assert "TypeError" in table
+    nemo_recipe.write(tmp_path / "nemo_recipe_h200.jsonl", runs, tokens=100)
+    return nemo_tables.nemo_recipe()
+
+
+def test_table_has_the_distance_of_losses_and_what_failed(tmp_path, monkeypatch):
+    made = table(tmp_path, monkeypatch, RUNS)
+    assert "2.00 to 2.00 × as fast" in made and "further than 0.2500 from" in made
+    rows = [line.split() for line in made.splitlines() if line.startswith("``bf16_mixed``")]
+    assert rows[0][1:] == ["500", "1,000", "1,000", "+0.00"] and rows[1][1:] == ["8.0000", "8.2500", "8.2500", "0.2500"]
+    assert made.count("TypeError") == 2 and "does not train" not in made
+
+
+def test_sentence_names_the_level_at_which_nemos_plugin_does_not_train(tmp_path, monkeypatch):
+    stuck = [run("nemo", 0, [0.2], [9.0, 9.0], "fp16_mixed"), run("level", 0, [0.1], [9.0, 3.0], "fp16_mixed")]
+    made = table(tmp_path, monkeypatch, RUNS + stuck).replace("\n", " ")
+    assert "further than 0.2500 from" in made  # the distance of 6 at fp16_mixed is not one of rounding
+    assert "but at ``fp16_mixed``, where NeMo's plugin does not train" in made
