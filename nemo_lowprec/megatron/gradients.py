@@ -26,6 +26,8 @@ from nemo_lowprec.formats.block_scale_128 import BLOCK, UNIT
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors import GradientTensor
 
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name from torch 2.13 on
+
 
 class _WithoutFactor(GradientTensor):
     """Multiplies the stored values at once: the optimizer reads other views of the buffer, which lack the factor."""
@@ -162,7 +164,7 @@ class _Fp8BucketGroup(BucketGroup):
                 if bucket.gradient_scaling_factor != 1:
                     bucket.grad_data *= bucket.gradient_scaling_factor
                 out = seam.shard_buffer(bucket.grad_data, group.size())[group.rank()]
-                works.append(dist.reduce_scatter_tensor(out, bucket.grad_data, dist.ReduceOp.AVG, group, async_op=True))
+                works.append(_reduce_scatter(out, bucket.grad_data, dist.ReduceOp.AVG, group, async_op=True))
         handle = _Works(works)
         if self.ddp_config.overlap_grad_reduce:
             self.grad_reduce_handle = handle
