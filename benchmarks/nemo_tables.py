@@ -28,10 +28,13 @@ def nemo_recipe() -> str:
 
 
 def _speeds(runs: _Runs) -> str:
-    ratios = [f["of_nemo"] for of in runs.values() for path, f in of.items() if path != "nemo" and f.get("of_nemo")]
+    ratios = {path: [f["of_nemo"] for level in runs if (f := _run(runs, level, path)) and f.get("of_nemo")]
+              for path in PATHS}  # fmt: skip
+    same, defaults = (f"{min(ratios[path]):.2f} to {max(ratios[path]):.2f} ×" for path in ("same", "level"))
     takeaway = (
-        f"In NeMo's recipe this package's plugin is {min(ratios):.2f} to {max(ratios):.2f} × as fast as NeMo's of the "
-        "same level. The table has tokens a second, and the memory that the defaults take beyond NeMo's plugin."
+        f"In NeMo's recipe this package's plugin is {same} as fast as NeMo's of the level with the same settings, and "
+        f"{defaults} with its defaults. The table has tokens a second, and the memory that the defaults take beyond "
+        "NeMo's plugin."
     )
     more = {
         level: f"{of['level']['peak_gib'] - of['nemo']['peak_gib']:+.2f}"
@@ -57,13 +60,15 @@ def _losses(runs: _Runs) -> str:
     return block(takeaway, simple_table((*_HEADER, "apart"), rows))
 
 
+def _run(runs: _Runs, level: str, path: str) -> dict[str, Any] | None:
+    """A path's figure; a level that without arguments is NeMo's recipe has one run for both paths of this package."""
+    return runs[level].get("level" if path == "same" and not LEVELS[level] else path)
+
+
 def _cells(runs: _Runs, level: str, shown: Callable[[dict[str, Any]], str]) -> tuple[str, ...]:
-    """The level, and a figure or an error of each path; a level that is NeMo's as it is has one run for both."""
-    cells = []
-    for path in PATHS:
-        f = runs[level].get("level" if path == "same" and not LEVELS[level] else path)
-        cells.append("–" if f is None else failure(f) if "error" in f else shown(f))
-    return f"``{level}``", *cells
+    """The level, and a figure or an error of each path."""
+    found = [_run(runs, level, path) for path in PATHS]
+    return f"``{level}``", *("–" if f is None else failure(f) if "error" in f else shown(f) for f in found)
 
 
 def _has_not_trained(figure: dict[str, Any]) -> bool:

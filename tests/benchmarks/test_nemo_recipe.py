@@ -45,7 +45,7 @@ def table(tmp_path, monkeypatch, runs):
 
 def test_table_has_the_distance_of_losses_and_what_failed(tmp_path, monkeypatch):
     made = table(tmp_path, monkeypatch, RUNS)
-    assert "2.00 to 2.00 × as fast" in made and "further than 0.2500 from" in made
+    assert "is 2.00 to 2.00 × as fast" in made and "further than 0.2500 from" in made
     rows = [line.split() for line in made.splitlines() if line.startswith("``bf16_mixed``")]
     assert rows[0][1:] == ["500", "1,000", "1,000", "+0.00"] and rows[1][1:] == ["8.0000", "8.2500", "8.2500", "0.2500"]
     assert made.count("TypeError") == 2 and "does not train" not in made
@@ -56,3 +56,10 @@ def test_sentence_names_the_level_at_which_nemos_plugin_does_not_train(tmp_path,
     made = table(tmp_path, monkeypatch, RUNS + stuck).replace("\n", " ")
     assert "further than 0.2500 from" in made  # the distance of 6 at fp16_mixed is not one of rounding
     assert "but at ``fp16_mixed``, where NeMo's plugin does not train" in made
+
+
+def test_sentence_of_speeds_tells_nemos_settings_from_the_defaults(tmp_path, monkeypatch):
+    level = "bf16_with_fp8_current_scaling_mixed"
+    fp8 = [run(path, 0, [s], [9.0, 8.0], level) for path, s in (("nemo", 0.3), ("same", 0.3), ("level", 0.1))]
+    made = table(tmp_path, monkeypatch, RUNS + fp8).replace("\n", " ")
+    assert "is 1.00 to 2.00 × as fast" in made and "and 2.00 to 3.00 × with its defaults" in made
