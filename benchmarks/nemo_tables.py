@@ -24,13 +24,13 @@ def nemo_recipe() -> str:
         for level in LEVELS
         if any(f["level"] == level for f in figures)
     }
-    return "\n\n".join((_speeds(runs), _losses(runs), origin(origins, "megatron-core")))
+    return "\n\n".join((_speeds(runs), _losses(runs), origin(origins, "megatron-core", "nemo-toolkit")))
 
 
 def _speeds(runs: _Runs) -> str:
-    ratios = {path: [f["of_nemo"] for level in runs if (f := _run(runs, level, path)) and f.get("of_nemo")]
-              for path in PATHS}  # fmt: skip
-    same, defaults = (f"{min(ratios[path]):.2f} to {max(ratios[path]):.2f} ×" for path in ("same", "level"))
+    found = {path: [_run(runs, level, path) for level in runs] for path in ("same", "level")}
+    ratios = [[f["of_nemo"] for f in figures if f and f.get("of_nemo")] for figures in found.values()]
+    same, defaults = (f"{min(of):.2f} to {max(of):.2f} ×" for of in ratios)
     takeaway = (
         f"In NeMo's recipe this package's plugin is {same} as fast as NeMo's of the level with the same settings, and "
         f"{defaults} with its defaults. The table has tokens a second, and the memory that the defaults take beyond "

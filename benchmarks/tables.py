@@ -47,17 +47,9 @@ _DOCS = _ROOT / "docs"
 README, MEASURED = _ROOT / "README.rst", _DOCS / "measured.rst"
 _MADE = ("from_accelerate", "from_msamp", "from_nemo")
 _PAGES = (
-    "figures",
-    "convergence",
-    "watching",
-    "profiling",
-    "advising",
-    "which_level",
-    "numerics",
-    "support",
-    "megatron",
+    "figures", "convergence", "watching", "profiling", "advising", "which_level", "numerics", "support", "megatron",
     *_MADE,
-)
+)  # fmt: skip
 LEVEL_PAGES = tuple(_DOCS / "levels" / f"{name}.rst" for name in ("index", *CHART))
 DOCUMENTS = (README, MEASURED, *(_DOCS / f"{name}.rst" for name in _PAGES), *LEVEL_PAGES)
 

@@ -22,14 +22,12 @@ from torch import Tensor
 
 from nemo_lowprec.comm.topology import backend_of, machines_by_rank, peer_access_is_off
 from nemo_lowprec.comm.wire import Messages
-from nemo_lowprec.compat.distributed import timeout_of
+from nemo_lowprec.compat.distributed import all_gather_single, timeout_of
 from nemo_lowprec.observers import NOBODY, Observers
 
 _SENT, _RECEIVED, _GATHERED = 2, 4, 3  # slots for each, see PeerMemory
 # The barrier waits longer than NCCL's watchdog, whose message names the collective that hangs.
 _AFTER_WATCHDOG = timedelta(seconds=10)
-
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
 
 
 class CollectiveBuffers:
@@ -94,7 +92,7 @@ class CollectiveBuffers:
         self._gathered = self._empty(self._layout.world, self._layout.bytes)
         for see in self.observers.message:
             see("all_gather", self._mean, 0, "gradient")
-        self._work = _all_gather(self._gathered.view(-1), self._mean, group=self._gathers, async_op=True)
+        self._work = all_gather_single(self._gathered.view(-1), self._mean, group=self._gathers, async_op=True)
 
     def gathered(self) -> Tensor:
         """uint8 [world, bytes]: the means of all processes, after they have arrived."""

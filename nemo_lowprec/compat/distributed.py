@@ -14,6 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # on the model; each ignored tensor has ``_ddp_ignored``
 
+# The names of torch 2.13, which warns where the earlier names are called.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def default_store() -> dist.Store:
     """The key-value store of the default process group."""

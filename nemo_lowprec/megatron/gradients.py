@@ -20,13 +20,12 @@ from megatron.core.distributed import param_and_grad_buffer as seam
 from torch import Tensor
 
 from nemo_lowprec.comm.wire import Messages, mean_of_messages
+from nemo_lowprec.compat.distributed import reduce_scatter_single
 from nemo_lowprec.compat.megatron import BucketGroup
 from nemo_lowprec.formats import E4M3
 from nemo_lowprec.formats.block_scale_128 import BLOCK, UNIT
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors import GradientTensor
-
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name from torch 2.13 on
 
 
 class _WithoutFactor(GradientTensor):
@@ -164,7 +163,8 @@ class _Fp8BucketGroup(BucketGroup):
                 if bucket.gradient_scaling_factor != 1:
                     bucket.grad_data *= bucket.gradient_scaling_factor
                 out = seam.shard_buffer(bucket.grad_data, group.size())[group.rank()]
-                works.append(_reduce_scatter(out, bucket.grad_data, dist.ReduceOp.AVG, group, async_op=True))
+                work = reduce_scatter_single(out, bucket.grad_data, dist.ReduceOp.AVG, group, async_op=True)
+                works.append(work)
         handle = _Works(works)
         if self.ddp_config.overlap_grad_reduce:
             self.grad_reduce_handle = handle

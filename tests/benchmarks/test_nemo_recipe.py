@@ -54,7 +54,7 @@ def test_table_has_the_distance_of_losses_and_what_failed(tmp_path, monkeypatch)
 def test_sentence_names_the_level_at_which_nemos_plugin_does_not_train(tmp_path, monkeypatch):
     stuck = [run("nemo", 0, [0.2], [9.0, 9.0], "fp16_mixed"), run("level", 0, [0.1], [9.0, 3.0], "fp16_mixed")]
     made = table(tmp_path, monkeypatch, RUNS + stuck).replace("\n", " ")
-    assert "further than 0.2500 from" in made  # the distance of 6 at fp16_mixed is not one of rounding
+    assert "further than 0.2500 from" in made  # without the distance of 6 at fp16_mixed
     assert "but at ``fp16_mixed``, where NeMo's plugin does not train" in made
 
 

@@ -160,7 +160,7 @@ def run_ways(rank):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", watched("all_to_all", dist.all_to_all_single))
-        patch.setattr(exchange, "_all_gather", watched("all_gather", exchange._all_gather))
+        patch.setattr(exchange, "all_gather_single", watched("all_gather", exchange.all_gather_single))
         GradientReducer(make(rank), whole, wire, bucket_bytes=600).reduce()
     twin = second(whole)
     same = twin is second(whole) and members(twin) == members(whole)

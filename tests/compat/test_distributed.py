@@ -1,6 +1,7 @@
 """DistributedDataParallel, FSDP2, DTensor and process groups, on two processes."""
 
 import copy
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -73,6 +74,20 @@ def _groups(rank):
 
 def test_the_store_of_the_default_group(tmp_path):
     assert on_processes(2, tmp_path, _groups) == [True, True]
+
+
+def _collectives(rank):
+    mine, gathered, shard = torch.full((2,), float(rank + 1)), torch.zeros(4), torch.zeros(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compat.all_gather_single(gathered, mine)
+        compat.reduce_scatter_single(shard, mine * torch.tensor([1.0, 10.0]))
+    return gathered.tolist(), shard.item()
+
+
+def test_collectives_of_one_tensor_do_not_warn(tmp_path):
+    gathered = [1.0, 1.0, 2.0, 2.0]
+    assert on_processes(2, tmp_path, _collectives) == [(gathered, 3.0), (gathered, 30.0)]
 
 
 @pytest.mark.gpu
