@@ -71,5 +71,5 @@ def origin(origins: list[dict], *also: str, done: str = "Measured") -> str:
         commands.setdefault(where, []).append(source["command"])
     parts = []
     for where, of in commands.items():
-        parts += [f"{done} on {where}:", ".. code-block:: text", "\n".join(f"   {command}" for command in of)]
+        parts += [prose(f"{done} on {where}:"), ".. code-block:: text", "\n".join(f"   {command}" for command in of)]
     return "\n\n".join(parts)

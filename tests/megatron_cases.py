@@ -1,5 +1,7 @@
 """What the tests of Megatron-core on one GPU and on two share: cases, parallel sizes, how near is near."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -40,12 +42,24 @@ def bound(*cases):
     return BOUND_FP8 if any(level_of(case).has_fp8 for case in cases) else BOUND
 
 
-def results(world, folder, jobs):
-    """What became of each job; a failure is raised where a test looks at it."""
-    found = on_processes(world, folder, run_all, jobs, backend="nccl")
+def results(world, folder, *groups):
+    """What became of each job; a failure is raised where a test looks at it.
+
+    Groups of jobs run side by side, each in ``world`` processes of its own; the jobs of a group follow each other.
+    """
+    folders = [folder / str(i) for i in range(len(groups))]
+    for of_group in folders:
+        of_group.mkdir()
+    with ThreadPoolExecutor(len(groups)) as pool:
+        runs = [
+            pool.submit(on_processes, world, of_group, run_all, jobs, backend="nccl")
+            for of_group, jobs in zip(folders, groups, strict=True)
+        ]
+        found = [run.result() for run in runs]
+    ranks = [{name: result for group in found for name, result in group[rank].items()} for rank in range(world)]
 
     def of(name, rank=0):
-        result = found[rank].get(name, "did not run: one before it failed")
+        result = ranks[rank].get(name, "did not run: one before it failed")
         assert not isinstance(result, str), result
         return result
 

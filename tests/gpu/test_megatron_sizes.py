@@ -31,8 +31,8 @@ ELSEWHERE = [
 
 @pytest.fixture(scope="module")
 def alone(megatron_weights, tmp_path_factory):
-    jobs = {case: {"case": case, "sizes": {}, "weights": megatron_weights} for case in FEW}
-    return results(1, tmp_path_factory.mktemp("alone"), jobs)
+    groups = [{case: {"case": case, "sizes": {}, "weights": megatron_weights}} for case in FEW]
+    return results(1, tmp_path_factory.mktemp("alone"), *groups)
 
 
 @pytest.fixture(scope="module")
@@ -43,20 +43,20 @@ def checkpoints(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(megatron_weights, checkpoints):
     folder = checkpoints
-    jobs = {}
+    groups = {case: {} for case in FEW}
     for sizes, arguments in TWO.items():
         for case in FEW:
             job = {"case": case, "sizes": arguments, "world": 2, "data_parallel": 2 if "dp2" in sizes else 1}
             saved = folder / sizes / case
-            jobs[f"{case} {sizes}"] = {**job, "weights": megatron_weights, "save": (str(saved), 2)}
+            groups[case][f"{case} {sizes}"] = {**job, "weights": megatron_weights, "save": (str(saved), 2)}
             if sizes in RESUMED:
-                jobs[f"resumed {case} {sizes}"] = {**job, "ckpt": str(saved / "step=2.ckpt")}
+                groups[case][f"resumed {case} {sizes}"] = {**job, "ckpt": str(saved / "step=2.ckpt")}
     for saved_at, before, loaded_at, after in ELSEWHERE:
-        jobs[f"{saved_at} {before} {loaded_at} {after}"] = {
+        groups[saved_at][f"{saved_at} {before} {loaded_at} {after}"] = {
             "case": loaded_at, "sizes": TWO[after], "world": 2, "data_parallel": 2 if "dp2" in after else 1,
             "ckpt": str(folder / before / saved_at / "step=2.ckpt"),
         }  # fmt: skip
-    return results(2, folder, jobs)
+    return results(2, folder, *groups.values())
 
 
 @pytest.mark.parametrize("sizes", TWO)
