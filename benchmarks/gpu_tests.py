@@ -23,7 +23,8 @@ from benchmarks.record import Record, arguments, lines
 
 # Their tests compare times, or hold a decision that depends on times: which blocks become graphs.
 _ALONE = {"test_auto.py", "test_doctor.py", "test_graphs_recomputed.py", "test_profile.py"}
-# Files whose tests compile long, and the number of processes that share the tests of a file.
+# Files whose tests compile long, and the number of processes that share the tests of a file. Each of these processes
+# runs the file's fixtures.
 _PARTS = {"test_compiled.py": 4, "test_families.py": 8, "test_triton_rotary.py": 8}
 _BYTES_OF_FILE = 6 * 2**30  # room for the tensors of a file's tests and for CUDA's context
 

@@ -43,7 +43,7 @@ def bound(*cases):
 
 
 def results(world, folder, *groups):
-    """What became of each job; a failure is raised where a test looks at it.
+    """The function that gives a job's result, by the job's name and the rank, and raises the error of a failed job.
 
     Groups of jobs run side by side, each in ``world`` processes of its own; the jobs of a group follow each other.
     """
